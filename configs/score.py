@@ -1,0 +1,18 @@
+"""Log-probabilities of given token sequences or texts, JSONL to JSONL; see ``mint_jax/jobs/score.py`` for the lines.
+
+Command: python -m mint_jax.launch --config=configs/score.py --config.base=DIR --config.input=F.jsonl --config.output=G.jsonl
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    config = ConfigDict()
+    config.job = "score"
+    config.base = "smollm2-135m-instruct"
+    config.dtype = "float32"
+    config.mesh = ConfigDict({"data": -1, "fsdp": 1, "expert": 1, "tensor": 1})
+    config.input = ""
+    config.output = ""
+    config.max_tokens = 4096  # tokens of a batch, padding included
+    return config

@@ -1,0 +1,164 @@
+"""Concurrent GRPO over one base: policies one after another, overlapped, and batched in one step; equal work on every side.
+
+Every timed call starts from the same training state and runs the same steps with the same seeds, so that all schedules
+sample the same number of tokens (it is checked). Rewards of the tasks take microseconds; ``reward_s`` adds the waiting
+time of a verifier elsewhere for a second series (``ratio_P_waiting``), since gaps are what overlapping fills.
+"""
+
+import concurrent.futures
+import multiprocessing
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mint_jax import host
+from mint_jax.bench import timing
+from mint_jax.models.base import Base, cache_dir
+from mint_jax.train import schedule
+
+
+def _config_of(config: Any, count: int, rollouts: int) -> dict[str, Any]:
+    """The bench's config as the plain one of a GRPO job with ``count`` policies."""
+    policy = config.policy.to_dict()
+    policy["sampling"]["group_size"] = rollouts
+    return config.to_dict() | {"policies": {f"p{i}": policy for i in range(count)}}
+
+
+class _Side:
+    """One schedule as a call that can be repeated: same state, same steps, every time."""
+
+    def __init__(self, job: Any, name: str, steps: int, reward_s: float):
+        self.job, self.name, self.steps, self.reward_s = job, name, steps, reward_s
+        self.units = schedule.units_of(list(job.members), name)
+        self.start = jax.tree.map(jnp.copy, job.trainer.state)
+        self.tokens = 0
+
+    def reward(self, name: str, rollout: Any) -> Any:
+        time.sleep(self.reward_s)
+        return self.job.reward(name, rollout)
+
+    def update(self, scored: dict[str, Any], step: int) -> None:
+        del step
+        self.job.update(scored)
+
+    def __call__(self) -> None:
+        job = self.job
+        job.trainer.state = jax.tree.map(jnp.copy, self.start)
+        before = job.tokens
+        first = dict.fromkeys(job.members, 0)
+        overlap = self.name != "sequential"
+        schedule.run(self.units, first, self.steps, job.rollout, self.reward, self.update, overlap, workers=len(first))
+        jax.block_until_ready(job.trainer.state)
+        self.tokens = job.tokens - before
+
+    def result(self) -> dict[str, Any]:
+        return {name: self.job.trainer.adapter(name) for name in self.job.members}
+
+
+def _distance(a: Any, b: Any) -> float:
+    """Largest difference of any entry of any factor."""
+    worst = max(float(np.abs(x - y).max()) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)))
+    return float(f"{worst:.2g}")
+
+
+def _series(config: Any, job: Any, schedules: tuple[str, ...], reward_s: float, what: str) -> dict[str, Any]:
+    sides = {name: _Side(job, name, config.steps, reward_s) for name in schedules}
+    results: dict[str, Any] = {}
+
+    def timed(name: str) -> Callable[[], None]:
+        def call() -> None:
+            sides[name]()
+            results[name] = sides[name].result()
+
+        return call
+
+    times = timing.in_turn(what, {name: timed(name) for name in schedules}, config.n)
+    slowest = "sequential"
+    return {
+        "seconds": {name: round(s, 3) for name, s in timing.medians(times).items()},
+        "ratio": {name: timing.ratio(times, slowest, name) for name in schedules if name != slowest},
+        "tokens": {name: side.tokens for name, side in sides.items()},
+        "max_difference": {name: _distance(results[slowest], results[name]) for name in schedules if name != slowest},
+    }
+
+
+def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], make_grpo: Callable[[Any, Base], Any]) -> dict[str, Any]:
+    """Runs the bench; returns its report and draws ``crossover.png``."""
+    base = open_base(config)
+    report: dict[str, Any] = {
+        "bench": "concurrent_grpo",
+        "base": base.name,
+        "device": timing.device(),
+        "n": config.n,
+        "steps": config.steps,
+    }
+    rollouts = int(config.policy.sampling.group_size)
+    for count in config.counts:
+        job = make_grpo(_config_of(config, count, rollouts), base)
+        idle = _series(config, job, schedule.SCHEDULES, 0.0, f"{count} policies")
+        waiting = _series(config, job, schedule.SCHEDULES, config.reward_s, f"{count} policies, rewards take {config.reward_s} s")
+        report[f"ratio_{count}"] = idle["ratio"]["batched"]
+        report[f"ratio_{count}_overlapped"] = idle["ratio"]["overlapped"]
+        report[f"ratio_{count}_waiting"] = waiting["ratio"]["batched"]
+        report[f"ratio_{count}_waiting_overlapped"] = waiting["ratio"]["overlapped"]
+        report[f"policies_{count}"] = {"rewards_at_once": idle, "rewards_waiting": waiting}
+    report["reward_s"] = config.reward_s
+    for count in config.counts:
+        report[f"memory_{count}"] = _memory(_config_of(config, count, rollouts), open_base, make_grpo)
+    report["peak_memory_ratio"] = report[f"memory_{max(config.counts)}"]["peak_memory_ratio"]
+
+    curve = []
+    for size in config.crossover:
+        job = make_grpo(_config_of(config, config.crossover_policies, size), base)
+        one = _series(config, job, ("sequential", "batched"), 0.0, f"{config.crossover_policies} policies, {size} rollouts each")
+        per_policy = one["tokens"]["batched"] / config.steps / config.crossover_policies
+        curve.append({"rollouts": size, "sampled_tokens_per_policy": round(per_policy, 1), "ratio": one["ratio"]["batched"]})
+    report["crossover_policies"], report["crossover"] = config.crossover_policies, curve
+    _draw(curve, config.crossover_policies, workdir / "crossover.png")
+    return report
+
+
+def _memory(config: dict[str, Any], open_base: Callable[[Any], Base], make_grpo: Callable[[Any, Base], Any]) -> dict[str, Any]:
+    """Peak memory of the schedules, each in a process of its own: a process keeps what an earlier schedule made it take."""
+    peaks = {}
+    for name in ("sequential", "batched"):
+        spawn = multiprocessing.get_context("spawn")
+        with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
+            peaks[name] = pool.submit(_peak, config, name, open_base, make_grpo).result()
+    return {"peak_bytes": peaks, "peak_memory_ratio": round(peaks["batched"] / peaks["sequential"], 3)}
+
+
+def _peak(config: dict[str, Any], name: str, open_base: Callable[[Any], Base], make_grpo: Callable[[Any, Base], Any]) -> int:
+    """Peak bytes of one schedule: of the device where it counts them, of the process where the host is the device."""
+    host.keep_freed_memory()
+    host.use_compilation_cache(cache_dir() / "compiled")
+    side = _Side(make_grpo(config, open_base(config)), name, config["steps"], 0.0)
+    for _ in range(2):  # the first call may compile
+        host.reset_peak_rss()
+        side()
+    stats = jax.local_devices()[0].memory_stats()
+    return int(stats["peak_bytes_in_use"]) if stats else host.peak_rss_bytes()
+
+
+def _draw(curve: list[dict[str, Any]], count: int, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, ax = plt.subplots(figsize=(5, 3.4))
+    ax.plot([c["sampled_tokens_per_policy"] for c in curve], [c["ratio"] for c in curve], "o-")
+    ax.axhline(1.0, color="grey", lw=0.8)
+    ax.set_xscale("log", base=2)
+    ax.set_xlabel("sampled tokens per policy and step")
+    ax.set_ylabel("sequential / batched time")
+    ax.set_title(f"{count} policies in one step, {timing.device()}", fontsize=10)
+    ax.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,25 @@
+"""Merged weights, as a baseline only: what systems without resident adapters hand from trainer to sampler."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mint_jax import params as params_lib
+from mint_jax.lora.tree import AdapterStack
+
+
+@jax.jit
+def merged(params: Any, stack: AdapterStack, slot: jax.Array) -> Any:
+    """A second copy of the base with one slot's deltas added, ``W + scale A^T B`` (``unembed`` and ``embed`` left alone)."""
+    factors = dict(params_lib.leaves_with_path(stack.factors))
+
+    def leaf(path: str, w: jax.Array) -> jax.Array:
+        owner = path.removesuffix("/w")
+        if f"{owner}/a" not in factors or w.ndim != 3:
+            return w + jnp.zeros((), w.dtype)  # a copy: the baseline's weights are all its own
+        a, b = factors[f"{owner}/a"][:, slot], factors[f"{owner}/b"][:, slot]
+        delta = jnp.einsum("LRD,LRF->LDF", a, b, preferred_element_type=jnp.float32)
+        return (w.astype(jnp.float32) + stack.scale[slot] * delta).astype(w.dtype)
+
+    return params_lib.map_with_path(leaf, params)

@@ -1,0 +1,120 @@
+"""Training checkpoints through Orbax: asynchronous, atomic, the last few kept.
+
+A checkpoint is a tree of arrays and one JSON value, committed together. ``save`` returns once the arrays are copied off
+the devices; ``wait`` returns once everything is on disk. A crash at any moment leaves the checkpoints committed before.
+"""
+
+import errno
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from mint_jax.errors import UserError
+
+
+class Checkpoints:
+    """Numbered checkpoints of one run.
+
+    Args:
+        directory: their folder.
+        keep: how many of the newest to keep.
+        on_commit: called in the caller's thread with the step, once that step is durable.
+    """
+
+    def __init__(self, directory: str | Path, keep: int = 2, on_commit: Callable[[int], None] | None = None):
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep,
+            enable_async_checkpointing=True,
+            create=True,
+            step_prefix="step",
+            cleanup_tmp_directories=True,
+            # Created in the background, they are awaited by a counter of the process, which a revision saved meanwhile moves on.
+            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+        )
+        self.directory = Path(directory).absolute()
+        self._manager = ocp.CheckpointManager(self.directory, options=options)
+        self._on_commit = on_commit
+        self._pending: int | None = None
+
+    def save(self, step: int, arrays: Any, extra: Any) -> None:
+        """Starts saving. The save before it is waited for, so at most one is in flight.
+
+        Raises:
+            UserError: the disk is full or not writable; the checkpoints before stay valid.
+        """
+        self.wait()
+        latest = self.latest()
+        if latest is not None and step <= latest:
+            raise ValueError(f"step {step} is not newer than {latest}, which is saved in {self.directory}")
+        args = ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), extra=ocp.args.JsonSave(extra))
+        try:
+            self._manager.save(step, args=args)
+        except OSError as error:
+            raise self._explain(error) from None
+        self._pending = step
+
+    def wait(self) -> None:
+        """Returns when nothing is in flight; reports the step that became durable.
+
+        Raises:
+            UserError: the save failed; the checkpoints before stay valid.
+        """
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            self._pending = None
+            raise self._explain(error) from error
+        if self._pending is not None and self._on_commit is not None:
+            self._on_commit(self._pending)
+        self._pending = None
+
+    def _explain(self, error: Exception) -> UserError:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        full = (
+            getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+            or "No space left" in str(error)
+            or "RESOURCE_EXHAUSTED" in str(error)
+        )
+        remedy = "free disk space or set --workdir to a larger disk" if full else "check that the folder is writable"
+        last = self.latest()
+        kept = f"step {last} is the last valid checkpoint" if last is not None else "no checkpoint was written yet"
+        return UserError(
+            f"saving a checkpoint in {self.directory} failed ({reason}): {remedy}, then start again with the same command; {kept}"
+        )
+
+    def latest(self) -> int | None:
+        """The newest committed step, or None."""
+        return max((s for s in self._manager.all_steps() if (self.directory / f"step_{s}" / "commit_success.txt").exists()), default=None)
+
+    def restore(self, arrays: Any, step: int | None = None) -> tuple[int, Any, Any]:
+        """Step, arrays and JSON value of a checkpoint, the newest by default.
+
+        Args:
+            arrays: a tree of arrays or ``ShapeDtypeStruct`` with the shapes and shardings to restore into.
+
+        Raises:
+            UserError: no checkpoint, or one of another shape.
+        """
+        step = self.latest() if step is None else step
+        if step is None:
+            raise UserError(f"{self.directory} has no checkpoint to resume from")
+        target = jax.tree.map(ocp.utils.to_shape_dtype_struct, arrays)
+        args = ocp.args.Composite(arrays=ocp.args.StandardRestore(target), extra=ocp.args.JsonRestore())
+        try:
+            restored = self._manager.restore(step, args=args)
+        except FileNotFoundError as error:
+            raise UserError(f"checkpoint {step} is not in {self.directory} or incomplete ({str(error).splitlines()[0]})") from None
+        except Exception as error:
+            raise UserError(
+                f"checkpoint {step} in {self.directory} does not fit this config ({str(error).splitlines()[0]}): "
+                "resume with the config saved beside it, or choose another --workdir"
+            ) from None
+        return step, restored["arrays"], restored["extra"]
+
+    def close(self) -> None:
+        """Waits and releases the folder."""
+        self.wait()
+        self._manager.close()

@@ -1,0 +1,57 @@
+"""Questions with answers from a file, as GSM8K has them: JSONL or parquet with ``question`` and ``answer``."""
+
+import re
+from pathlib import Path
+
+from mint_jax.data.sources import read_rows
+from mint_jax.envs.env import Example, ListEnvironment
+from mint_jax.errors import UserError
+
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+def final_answer(text: str) -> str:
+    """What follows ``####`` (GSM8K's mark), or the whole text; commas inside numbers removed."""
+    return re.sub(r"(?<=\d),(?=\d)", "", text.rsplit("####", 1)[-1].strip())
+
+
+def last_number(text: str) -> str | None:
+    """The last number of a text, without commas or zeros after its decimals."""
+    found = _NUMBER.findall(text)
+    return re.sub(r"(\.\d*?)0+$", r"\1", found[-1].replace(",", "")).removesuffix(".") if found else None
+
+
+def _score(completion: str, example: Example) -> float:
+    """1 if the last number is the answer; for answers that are no number, 1 if the text is the answer."""
+    if not _NUMBER.fullmatch(example.answer):
+        return float(completion.strip() == example.answer)
+    return float(last_number(completion) == last_number(example.answer))
+
+
+def questions(
+    path: str, held_out: int | str = 64, instruction: str = "", question: str = "question", answer: str = "answer"
+) -> ListEnvironment:
+    """Questions of a file.
+
+    Args:
+        path: ``.jsonl`` or ``.parquet``.
+        held_out: the first so many rows, or the path of a second file.
+        instruction: appended to each question.
+        question, answer: the names of the columns; ``question`` may also hold a list of chat messages.
+
+    Raises:
+        UserError: a missing file or column.
+    """
+
+    def example(row: dict, where: str) -> Example:
+        for column in (question, answer):
+            if column not in row:
+                raise UserError(f"{where} has no column {column!r}; it has {', '.join(row)}: set env.question and env.answer")
+        asked = row[question]
+        messages = tuple(asked) if isinstance(asked, list) else ({"role": "user", "content": f"{asked}\n{instruction}".strip()},)
+        return Example(messages, final_answer(str(row[answer])))
+
+    rows = [example(row, path) for row in read_rows(path)]
+    if isinstance(held_out, str):
+        return ListEnvironment(rows, [example(row, held_out) for row in read_rows(Path(held_out))], _score)
+    return ListEnvironment(rows[held_out:], rows[:held_out], _score)

@@ -1,0 +1,88 @@
+"""The host: settings of its process made once at start-up, its memory, directories that appear whole."""
+
+import contextlib
+import ctypes
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+# mallopt parameters, from malloc.h
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
+
+
+def keep_freed_memory() -> bool:
+    """Makes glibc keep freed memory instead of returning it to the kernel.
+
+    XLA on CPU allocates and frees its temporaries (over 1 GB in a training step) in every call; returned to the kernel
+    they cost a page fault for each 4 KiB of the next call. Does nothing but return False outside Linux with glibc.
+    """
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):
+        return False
+    settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 64 << 20), (_M_ARENA_MAX, 1))
+    return all(mallopt(parameter, value) == 1 for parameter, value in settings)
+
+
+def use_compilation_cache(directory: str | Path) -> None:
+    """Keeps compiled programs on disk, so that a second run starts at once."""
+    path = Path(directory)
+    path.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def rss_bytes() -> int:
+    """Resident memory of this process now."""
+    import psutil
+
+    return psutil.Process(os.getpid()).memory_info().rss
+
+
+def peak_rss_bytes() -> int:
+    """The most resident memory this process has had, since its start or the last ``reset_peak_rss``."""
+    status = Path("/proc/self/status")
+    if status.is_file():
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def reset_peak_rss() -> bool:
+    """Starts ``peak_rss_bytes`` anew; False where the system has no such switch (all but Linux)."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def new_directory(target: Path, proof: str = "config.json") -> Iterator[Path]:
+    """Yields a staging directory that becomes ``target`` when the block ends; a crash leaves no ``target`` behind.
+
+    Where another process made the same ``target`` meanwhile, that one stays; what stands there without the file ``proof``
+    is replaced.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
+    try:
+        yield staging
+        try:
+            os.replace(staging, target)
+        except OSError:
+            if not (target / proof).is_file():
+                shutil.rmtree(target)
+                os.replace(staging, target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)

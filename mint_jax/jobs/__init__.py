@@ -1,0 +1,13 @@
+"""The programs that ``launch`` runs: config name -> module with ``run(config, workdir) -> result``."""
+
+JOBS = {
+    "grpo": "mint_jax.jobs.grpo",
+    "sft": "mint_jax.jobs.sft",
+    "dpo": "mint_jax.jobs.dpo",
+    "evaluate": "mint_jax.jobs.evaluate",
+    "export": "mint_jax.jobs.export",
+    "import": "mint_jax.jobs.import_",
+    "sample": "mint_jax.jobs.sample",
+    "score": "mint_jax.jobs.score",
+    "bench": "mint_jax.jobs.bench",
+}

@@ -1,0 +1,34 @@
+"""Benches: ``config.bench`` names a module of ``mint_jax.bench``; each prints one JSON object."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from mint_jax.errors import choice
+from mint_jax.jobs import common
+from mint_jax.jobs.common import Config
+from mint_jax.jobs.grpo import ConcurrentGrpo
+from mint_jax.models.base import Base
+
+BENCHES = ("train_vs_peft", "concurrent_grpo", "handoff")
+
+
+def open_base(config: Config | dict[str, Any]) -> Base:
+    """``common.open_base`` of a config or of its plain form, which crosses to another process."""
+    return common.open_base(ConfigDict(config))
+
+
+def make_grpo(fields: dict[str, Any], base: Base) -> ConcurrentGrpo:
+    """The GRPO job of a plain config."""
+    return ConcurrentGrpo(ConfigDict(fields), base)
+
+
+def run(config: Config, workdir: Path) -> dict[str, Any]:
+    """Runs a bench; returns the result it prints."""
+    if config.bench not in BENCHES:
+        raise choice("bench", config.bench, BENCHES)
+    common.save_config(config, workdir)
+    bench: Any = importlib.import_module(f"mint_jax.bench.{config.bench}")
+    return bench.run(config, workdir, open_base=open_base, make_grpo=make_grpo)

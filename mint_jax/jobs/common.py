@@ -1,0 +1,144 @@
+"""What every job does first: claim the workdir, open the base, and turn config sections into dataclasses."""
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mint_jax import host, mesh
+from mint_jax.errors import UserError
+from mint_jax.lora.tree import AdapterConfig
+from mint_jax.metrics import Progress
+from mint_jax.models import base as base_lib
+from mint_jax.models.base import Base
+from mint_jax.train.state import OptimizerConfig
+from mint_jax.train.trainer import LossConfig, PolicyConfig
+
+Config = Any  # an ml_collections.ConfigDict, whose own annotations know only JSON scalars
+
+FREE_TO_CHANGE = ("steps", "export_every", "checkpoint", "log_every", "reward_workers")  # a resumed run may differ in these
+
+
+def say(message: str) -> None:
+    """A line for the person watching; results go to stdout, everything else to stderr."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def finish(result: dict[str, Any], workdir: Path) -> None:
+    """Writes ``result.json`` and prints the same object as the last line."""
+    text = json.dumps(result)
+    (workdir / "result.json").write_text(text + "\n")
+    print(text, flush=True)
+
+
+def save_config(config: Config, workdir: Path) -> None:
+    """Saves the resolved config beside what the job will write.
+
+    Raises:
+        UserError: the workdir cannot be written.
+    """
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        staging = workdir / ".config.tmp"
+        staging.write_text(json.dumps(_plain(config), indent=1, sort_keys=True) + "\n")
+        staging.replace(workdir / "config.json")
+    except OSError as error:
+        raise UserError(f"workdir {workdir} cannot be written ({error}): choose another --workdir") from None
+
+
+def claim_workdir(config: Config, workdir: Path) -> None:
+    """``save_config`` for a job that resumes what its workdir holds.
+
+    Raises:
+        UserError: the workdir holds another run's config.
+    """
+    path = workdir / "config.json"
+    if path.is_file():
+        _refuse_other_config(json.loads(path.read_text()), _plain(config), workdir)
+    save_config(config, workdir)
+
+
+def _plain(config: Config) -> dict[str, Any]:
+    return json.loads(config.to_json_best_effort())
+
+
+def _refuse_other_config(theirs: dict[str, Any], mine: dict[str, Any], workdir: Path) -> None:
+    def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+        if not isinstance(tree, dict):
+            return {prefix: tree}
+        return {k: v for name, child in tree.items() for k, v in flat(child, f"{prefix}.{name}" if prefix else name).items()}
+
+    old, new = flat(theirs), flat(mine)
+    for key in sorted(old.keys() | new.keys()):
+        if key.split(".")[0] not in FREE_TO_CHANGE and old.get(key) != new.get(key):
+            raise UserError(
+                f"workdir {workdir} holds a run with {key}={old.get(key)!r}, this one has {new.get(key)!r}: "
+                "choose another --workdir, or remove that folder, or repeat its config to resume it"
+            )
+
+
+def open_base(config: Config) -> Base:
+    """Builds the mesh and loads the base, with progress."""
+    devices = mesh.make_mesh(dict(config.get("mesh", {})) or {"data": -1})
+    began, progress = time.monotonic(), None
+
+    def report(done: int, total: int) -> None:
+        nonlocal progress
+        progress = progress or Progress("loading base", total)
+        progress.update(done, "bytes")
+
+    base = base_lib.load(config.base, devices, config.get("dtype", "float32"), report)
+    say(
+        f"base {base.name}: {base.nbytes / 1e6:.0f} MB on {devices.size} device(s) in {time.monotonic() - began:.1f} s, "
+        f"resident {host.rss_bytes() / 1e9:.2f} GB"
+    )
+    return base
+
+
+def build(cls: Any, section: Any, where: str) -> Any:
+    """A frozen dataclass from a config section, with an error that names a field it does not have."""
+    values = dict(section)
+    known = {f.name for f in dataclasses.fields(cls)}
+    unknown = sorted(set(values) - known)
+    if unknown:
+        raise UserError(f"{where}.{unknown[0]} is no setting; {where} has {', '.join(sorted(known))}")
+    return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+
+
+def policy_config(name: str, section: Config, seed: int, own: Sequence[str]) -> PolicyConfig:
+    """A ``PolicyConfig`` from ``config.policies.<name>``; ``own`` names the settings that only this job has.
+
+    Raises:
+        UserError: a setting that neither has.
+    """
+    where = f"policies.{name}"
+    known = {"adapter", "optimizer", "loss", "seed", *own}
+    if unknown := sorted(set(section.keys()) - known):
+        raise UserError(f"{where}.{unknown[0]} is no setting; {where} has {', '.join(sorted(known))}")
+    adapter = build(AdapterConfig, section.get("adapter", {}), f"{where}.adapter")
+    optimizer = build(OptimizerConfig, section.get("optimizer", {}), f"{where}.optimizer")
+    loss = build(LossConfig, section.get("loss", {}), f"{where}.loss")
+    return PolicyConfig(name, adapter, optimizer, loss, int(section.get("seed", seed)))
+
+
+def encode(base: Base, prompt: Any) -> list[int]:
+    """Token ids of a prompt: text as it is, messages through the chat template with the reply's opening."""
+    tokenizer = base.need_tokenizer()
+    return tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.encode_chat(list(prompt))
+
+
+def paths(config: Config) -> tuple[Path, Path]:
+    """``config.input``, which must exist, and ``config.output``.
+
+    Raises:
+        UserError: either is not set, or the input does not exist.
+    """
+    for name in ("input", "output"):
+        if not config[name]:
+            raise UserError(f"{name} is empty: set --config.{name}=FILE.jsonl")
+    if not Path(config.input).is_file():
+        raise UserError(f"input {config.input} does not exist: set --config.input to a JSONL file")
+    return Path(config.input), Path(config.output)

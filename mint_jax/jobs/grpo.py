@@ -1,0 +1,276 @@
+"""Concurrent GRPO: many policies, each with its own task, rank, loss and optimizer, over one resident base.
+
+A step of a policy is: sample its prompts with its current adapter, score the completions on the host, update from the
+group-normalised advantages (GRPO, arXiv 2402.03300). ``schedule`` says how steps of different policies share the devices.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mint_jax import host, metrics
+from mint_jax.data.order import epoch_indices
+from mint_jax.envs import env as env_lib
+from mint_jax.envs.env import Environment, Example
+from mint_jax.errors import UserError
+from mint_jax.jobs import common, report
+from mint_jax.jobs.common import Config
+from mint_jax.jobs.training import TrainingRun
+from mint_jax.models.base import Base
+from mint_jax.rollout.engine import Completion, DenseEngine, Request
+from mint_jax.train import advantages, schedule
+from mint_jax.train.batch import Group
+from mint_jax.train.batch import Sequence as Target
+from mint_jax.train.trainer import Trainer
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How a policy's rollouts are drawn and turned into a batch.
+
+    Attributes:
+        prompts: prompts a step.
+        group_size: rollouts a prompt.
+        max_tokens, temperature, top_k, top_p, stop: see ``rollout.engine.Request``.
+        baseline, divide_by_std, normalisation: see ``train.advantages``.
+        updates: optimizer updates on the same rollouts; more than 1 makes the later ones off-policy.
+    """
+
+    prompts: int = 8
+    group_size: int = 8
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    stop: tuple[str, ...] = ()
+    baseline: str = "group_mean"
+    divide_by_std: bool = True
+    normalisation: str = "token"
+    updates: int = 1
+
+    def __post_init__(self):
+        if min(self.prompts, self.group_size, self.max_tokens, self.updates) < 1:
+            raise UserError(f"{self}: prompts, group_size, max_tokens and updates must be at least 1")
+        advantages.group_advantages(np.zeros((1, self.group_size)), self.baseline)  # refuses now what it would refuse later
+        advantages.token_weights([1], self.normalisation)
+
+    def request(self, **changes: Any) -> Request:
+        """A request with these settings."""
+        kept = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "stop")}
+        return Request(**(kept | changes))
+
+
+@dataclasses.dataclass
+class Member:
+    """One policy of the run: its task and how it samples it; prompts are token ids."""
+
+    name: str
+    env: Environment
+    sampling: Sampling
+    seed: int
+    prompts: list[list[int]]
+    held_out: list[list[int]]
+
+
+def members_of(config: Config, base: Base) -> list[Member]:
+    """The policies' tasks, with every prompt encoded and checked against the context before anything runs."""
+    members = []
+    for i, (name, section) in enumerate(config.policies.items()):
+        options = dict(section.env)
+        environment = env_lib.make(options.pop("name"), **options)
+        sampling = common.build(Sampling, section.get("sampling", {}), f"policies.{name}.sampling")
+        prompts = [common.encode(base, e.messages) for e in environment.train]
+        held_out = [common.encode(base, e.messages) for e in environment.held_out[: config.eval.examples]]
+        longest = max(map(len, prompts + held_out))
+        if longest + sampling.max_tokens > base.cfg.context:
+            raise UserError(
+                f"policy {name!r}: a prompt of {longest} tokens and max_tokens {sampling.max_tokens} exceed the context of "
+                f"{base.cfg.context}: lower max_tokens or drop long prompts"
+            )
+        members.append(Member(name, environment, sampling, int(section.get("seed", config.seed * 1000 + i)), prompts, held_out))
+    if not members:
+        raise UserError("policies is empty: give the config at least one policy")
+    return members
+
+
+@dataclasses.dataclass
+class Rollout:
+    """Samples of one policy's step: examples, prompts and completions in the same order."""
+
+    examples: list[Example]
+    prompts: list[list[int]]
+    completions: list[list[Completion]]
+
+
+class ConcurrentGrpo:
+    """The three phases of a step for any subset of the policies."""
+
+    def __init__(self, config: Config, base: Base):
+        self.config, self.base = config, base
+        self.members = {m.name: m for m in members_of(config, base)}
+        policies = [common.policy_config(n, config.policies[n], m.seed, ("env", "sampling")) for n, m in self.members.items()]
+        self.trainer = Trainer(base, policies, config.get("max_tokens_per_pass", 16384), config.get("remat", "names"))
+        tokenizer = base.need_tokenizer()
+        self.engine = DenseEngine(base, tokenizer.decode, config.get("max_rows", 256))
+        self.stop_ids = tokenizer.eos_ids
+        self.tokens = 0  # sampled in this process
+
+    def rollout(self, names: Sequence[str], step: int) -> dict[str, Rollout]:
+        """Samples all these policies' prompts in one engine call."""
+        out = {name: Rollout([], [], []) for name in names}
+        requests, owners = [], []
+        for name in names:
+            m = self.members[name]
+            chosen = epoch_indices(len(m.prompts), m.sampling.prompts, m.seed, step)
+            seeds = np.random.SeedSequence([m.seed, step]).generate_state(len(chosen))
+            for index, seed in zip(chosen, seeds):
+                adapter, prompt = self.trainer.slots[name], tuple(m.prompts[index])
+                requests.append(
+                    m.sampling.request(prompt=prompt, adapter=adapter, n=m.sampling.group_size, seed=int(seed), stop_ids=self.stop_ids)
+                )
+                out[name].examples.append(m.env.train[index])
+                out[name].prompts.append(m.prompts[index])
+                owners.append(name)
+        for name, completions in zip(owners, self.engine.generate(requests, self.trainer.stacks)):
+            out[name].completions.append(completions)
+            self.tokens += sum(len(c.tokens) for c in completions)
+        return out
+
+    def reward(self, name: str, rollout: Rollout) -> tuple[Rollout, np.ndarray]:
+        """Rewards ``[Q, G]`` of a rollout, in a worker thread."""
+        env = self.members[name].env
+        rows = [[checked_reward(name, env, c, e) for c in group] for e, group in zip(rollout.examples, rollout.completions)]
+        return rollout, np.array(rows, np.float64)
+
+    def update(self, scored: dict[str, tuple[Rollout, np.ndarray]]) -> dict[str, dict[str, float]]:
+        """One or more optimizer updates of these policies from their scored rollouts; metrics per policy."""
+        groups = {name: rollout_groups(self.members[name].sampling, *scored[name]) for name in scored}
+        out: dict[str, dict[str, float]] = {}
+        for k in range(max(self.members[n].sampling.updates for n in scored)):
+            out |= self.trainer.update({n: g for n, g in groups.items() if k < self.members[n].sampling.updates})
+        for name, (_, rewards) in scored.items():
+            out[name] |= {"reward": float(rewards.mean()), "reward_std": float(rewards.std(axis=1).mean())}
+        return out
+
+    def evaluate(self, adapted: bool) -> dict[str, tuple[float, list[str]]]:
+        """Held-out reward of every policy, with its adapter or with the bare base, and one completion a prompt.
+
+        The reward is the mean over ``eval.samples`` samples a prompt, drawn as in training with seeds of their own.
+        """
+        requests, owners = [], []
+        n = self.config.eval.samples
+        for name, m in self.members.items():
+            adapter = self.trainer.slots[name] if adapted else None
+            for i, prompt in enumerate(m.held_out):
+                requests.append(m.sampling.request(prompt=tuple(prompt), adapter=adapter, n=n, seed=i * n, stop_ids=self.stop_ids))
+                owners.append((name, i))
+        progress = metrics.Progress("evaluating", len(requests))
+        results = self.engine.generate(requests, self.trainer.stacks, lambda done, _: progress.update(done, "prompts"))
+        rewards: dict[str, list[float]] = {name: [] for name in self.members}
+        texts: dict[str, list[str]] = {name: [] for name in self.members}
+        for (name, i), completions in zip(owners, results):
+            env = self.members[name].env
+            rewards[name] += [checked_reward(name, env, c, env.held_out[i]) for c in completions]
+            texts[name].append(completions[0].text or "")
+        return {name: (float(np.mean(rewards[name])), texts[name]) for name in self.members}
+
+
+def checked_reward(name: str, env: Environment, completion: Completion, example: Example) -> float:
+    """The reward of one completion.
+
+    Raises:
+        UserError: the reward function raised, or returned something that is no finite number.
+    """
+    try:
+        value = float(env.reward(completion.text or "", example))
+    except Exception as error:
+        raise UserError(
+            f"policy {name!r}: the reward function raised {type(error).__name__}: {error} "
+            f"for completion {completion.text!r:.200}: mend it and resume"
+        ) from error
+    if not math.isfinite(value):
+        raise UserError(
+            f"policy {name!r}: the reward function returned {value} for completion {completion.text!r:.200}; "
+            "expected a finite number: mend it and resume"
+        )
+    return value
+
+
+def rollout_groups(sampling: Sampling, rollout: Rollout, rewards_QG: np.ndarray) -> list[Group]:
+    """Scored rollouts -> groups to train on; a prompt whose rollouts all earned the same has advantage 0."""
+    advantage = advantages.group_advantages(rewards_QG, sampling.baseline, sampling.divide_by_std)
+    lengths = [len(c.tokens) for group in rollout.completions for c in group]
+    weights = iter(advantages.token_weights(lengths, sampling.normalisation, sampling.max_tokens))
+    groups = []
+    for q, (prompt, completions) in enumerate(zip(rollout.prompts, rollout.completions)):
+        sequences = []
+        for g, c in enumerate(completions):
+            n = len(c.tokens)
+            sequences.append(Target(c.tokens, [next(weights)] * n, [float(advantage[q, g])] * n, c.logprobs))
+        groups.append(Group(prompt, sequences))
+    return groups
+
+
+def run(config: Config, workdir: Path) -> dict[str, Any]:
+    """Trains, exports, evaluates; see the module. Returns the result it prints."""
+    began = time.monotonic()
+    common.claim_workdir(config, workdir)
+    units = schedule.units_of(list(config.policies), config.schedule, config.get("cohorts", 1))
+    base = common.open_base(config)
+    job = ConcurrentGrpo(config, base)
+    run = TrainingRun(config, workdir, job.trainer, (job.trainer.shapes, job.engine.shapes))
+    names = list(job.members)
+    if not run.resumed:
+        common.say("evaluating the base on held-out prompts")
+        run.notes = {"before": job.evaluate(adapted=False), "history": {n: [] for n in names}}
+        common.say("held-out reward of the base: " + ", ".join(f"{n} {run.notes['before'][n][0]:.3f}" for n in names))
+    history = run.notes["history"]
+    clock = time.monotonic()
+
+    def update(scored: dict[str, Any], step: int) -> None:
+        rows = job.update(scored)
+        for name, row in rows.items():
+            history[name].append(row["reward"])
+        rewards = " ".join(f"{n}={history[n][-1]:.2f}" for n in names if history[n])
+        run.record(step, rows, f"step {step + 1}: reward {rewards}, {job.tokens / (time.monotonic() - clock):.0f} sampled tokens/s")
+
+    overlap, workers = config.schedule != "sequential", config.get("reward_workers", 4)
+    timing = schedule.run(units, dict(run.step), config.steps, job.rollout, job.reward, update, overlap, workers)
+    revisions = run.close()
+    after = job.evaluate(adapted=True)
+    before = run.notes["before"]
+
+    rows = []
+    for name in names:
+        size = run.adapter_bytes(name)
+        rows.append(
+            {
+                "name": name,
+                "rank": job.trainer.policies[name].adapter.rank,
+                "reward_before": round(before[name][0], 4),
+                "reward_after": round(after[name][0], 4),
+                "adapter_bytes": size,
+                "base_percent": round(100 * size / base.nbytes, 3),
+                "revision": revisions[name],
+            }
+        )
+    report.policies_table(rows)
+    for name in names:
+        report.completions(name, job.members[name].env.held_out, before[name][1], after[name][1], 2)
+    report.reward_curves(history, {r["name"]: (r["reward_before"], r["reward_after"]) for r in rows}, workdir / "rewards.png")
+    common.say(f"reward curves: {workdir / 'rewards.png'}; revisions: {workdir / 'revisions'}")
+    return {
+        "job": "grpo",
+        "schedule": config.schedule,
+        "wall_s": round(time.monotonic() - began, 1),
+        "train_s": round(timing.wall_s, 1),
+        "device_busy": round(timing.busy, 3),
+        "sampled_tokens": job.tokens,
+        "policies": rows,
+        "rss_bytes": host.peak_rss_bytes(),
+    }

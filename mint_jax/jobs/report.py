@@ -1,0 +1,94 @@
+"""Results as people look at them: tables on the terminal and pictures."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from mint_jax.envs.env import Example
+
+_console = Console(stderr=True, highlight=False)
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """Prints a table; numbers are right-aligned."""
+    out = Table(title=title, title_justify="left")
+    for i, column in enumerate(columns):
+        numeric = all(isinstance(row[i], int | float) for row in rows)
+        out.add_column(column, justify="right" if numeric else "left")
+    for row in rows:
+        out.add_row(*(f"{v:.3f}" if isinstance(v, float) else escape(str(v)) for v in row))
+    _console.print(out)
+
+
+def policies_table(rows: Sequence[dict[str, Any]]) -> None:
+    """Policy, rank, held-out reward before and after, adapter size."""
+    table(
+        "held-out reward",
+        ("policy", "rank", "before", "after", "adapter bytes", "% of base", "revision"),
+        [
+            (r["name"], r["rank"], r["reward_before"], r["reward_after"], r["adapter_bytes"], r["base_percent"], r["revision"][:12])
+            for r in rows
+        ],
+    )
+
+
+def completions(name: str, examples: Sequence[Example], before: Sequence[str], after: Sequence[str], count: int) -> None:
+    """A policy's first completions, base against final revision."""
+    rows = []
+    for example, old, new in list(zip(examples, before, after))[:count]:
+        asked = example.messages if isinstance(example.messages, str) else example.messages[-1]["content"]
+        rows.append((asked, old, new, example.answer))
+    table(f"{name}: sample completions", ("prompt", "base", "policy", "answer"), rows)
+
+
+def curves(history: dict[str, list[float]], label: str, path: Path) -> None:
+    """One line a policy over its steps."""
+    plt = _pyplot()
+    figure, ax = plt.subplots(figsize=(6, 3.6))
+    for name, values in history.items():
+        ax.plot(range(1, len(values) + 1), values, label=name)
+    ax.set_xlabel("step")
+    ax.set_ylabel(label)
+    ax.grid(alpha=0.3)
+    ax.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def reward_curves(history: dict[str, list[float]], held_out: dict[str, tuple[float, float]], path: Path) -> None:
+    """One panel a policy: training reward a step, its moving mean, and the held-out reward before and after."""
+    plt = _pyplot()
+    columns = min(4, len(history))
+    lines = -(-len(history) // columns)
+    figure, axes = plt.subplots(lines, columns, figsize=(3.4 * columns, 2.8 * lines), squeeze=False, sharey=True)
+    for ax, (name, rewards) in zip(axes.flat, history.items()):
+        steps = range(1, len(rewards) + 1)
+        ax.plot(steps, rewards, lw=0.8, alpha=0.5, color="C0")
+        smooth = [sum(rewards[max(0, i - 4) : i + 1]) / len(rewards[max(0, i - 4) : i + 1]) for i in range(len(rewards))]
+        ax.plot(steps, smooth, lw=1.8, color="C0", label="training, mean of 5")
+        before, after = held_out[name]
+        ax.plot([0, len(rewards)], [before, after], "o", color="C3", label="held out")
+        ax.set_title(f"{name}: {before:.2f} → {after:.2f}", fontsize=10)
+        ax.set_xlabel("step")
+        ax.grid(alpha=0.3)
+    axes[0, 0].set_ylabel("reward")
+    axes[0, 0].legend(fontsize=7)
+    for ax in list(axes.flat)[len(history) :]:
+        ax.axis("off")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,60 @@
+"""Supervised fine-tuning of many policies at once: cross-entropy on the assistant's tokens."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mint_jax.data import chat
+from mint_jax.envs.env import Example
+from mint_jax.jobs import supervised
+from mint_jax.jobs.common import Config
+from mint_jax.models.base import Base
+from mint_jax.rollout.score import Scorer
+from mint_jax.train.batch import Group
+from mint_jax.train.batch import Sequence as Target
+from mint_jax.train.trainer import Trainer
+
+
+def to_group(base: Base, row: dict[str, Any], where: str) -> Group:
+    """One text: everything before its first target is the prefix."""
+    marked = chat.supervised_row(base.need_tokenizer(), row, where)
+    return group_of(marked)
+
+
+def group_of(*marked: chat.Marked, pair_weight: float = 0.0) -> Group:
+    """Texts that share everything before their first target."""
+    first = marked[0].first
+    sequences = [Target(m.tokens[first:], [float(learn) for learn in m.learn[first:]]) for m in marked]
+    return Group(marked[0].tokens[:first], sequences, pair_weight)
+
+
+def from_env(examples: Sequence[Example]) -> list[dict[str, Any]]:
+    """Prompts and answers of an environment; text prompts are continued by the answer and a line end."""
+    return [{"prompt": e.messages, "completion": f" {e.answer}\n" if isinstance(e.messages, str) else e.answer} for e in examples]
+
+
+def sequence_logprobs(trainer: Trainer, name: str, groups: Sequence[Group], adapted: bool) -> list[list[np.ndarray]]:
+    """Logprobs of the targets of each group's sequences, under the policy or the bare base."""
+    texts = [g.prefix + s.tokens for g in groups for s in g.sequences]
+    slots = [trainer.slots[name] if adapted else None] * len(texts)
+    scores = iter(Scorer(trainer.base).logprobs(texts, slots, trainer.stacks))
+    return [[next(scores)[len(g.prefix) - 1 :][np.flatnonzero(s.weights)] for s in g.sequences] for g in groups]
+
+
+def measure(trainer: Trainer, students: dict[str, supervised.Student], adapted: bool) -> dict[str, dict[str, float]]:
+    """Held-out loss: mean negative log-likelihood of a target token, in nats."""
+    out = {}
+    for name, student in students.items():
+        scores = sequence_logprobs(trainer, name, student.held_out, adapted)
+        out[name] = {"loss": float(-np.concatenate([s for group in scores for s in group]).mean())}
+    return out
+
+
+def run(config: Config, workdir: Path) -> dict[str, Any]:
+    """Trains every policy of the config; returns the result it prints."""
+    for section in config.policies.values():
+        section.unlock()
+        section.loss = {"kind": "cross_entropy"}
+    return supervised.run(config, workdir, to_group, from_env, measure, "loss")

@@ -1,0 +1,68 @@
+"""``python -m mint_jax.launch --config=configs/<...>.py --workdir=DIR``: runs the job that the config names.
+
+``--config.x=y`` overrides a setting; a misspelt one is an error. The resolved config is saved beside the results.
+"""
+
+import importlib
+import logging
+import sys
+from pathlib import Path
+
+import absl.logging
+from absl import app, flags
+from ml_collections import config_flags
+
+from mint_jax import host
+from mint_jax.errors import UserError, choice
+from mint_jax.jobs import JOBS
+from mint_jax.jobs.common import finish
+from mint_jax.models.base import cache_dir
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "Path of a config file, with an optional ':argument'.", lock_config=True)
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder for checkpoints, metrics and results; runs/<config name> by default.")
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise UserError(f"unexpected argument {argv[1]!r}: settings are given as --config.name=value")
+    config = _CONFIG.value
+    if config is None:
+        raise UserError("no config: give --config=configs/<...>.py")
+    file = Path(config_flags.get_config_filename(flags.FLAGS["config"]).split(":")[0])
+    if not file.is_file():  # the flag itself reports this only when the config is used
+        raise UserError(f"config {file} does not exist: check the path of --config")
+    if config.get("job") not in JOBS:
+        raise choice("job", config.get("job"), JOBS)
+    name = file.stem
+    workdir = Path(_WORKDIR.value or Path("runs") / name)
+    host.keep_freed_memory()
+    host.use_compilation_cache(cache_dir() / "compiled")
+    job = importlib.import_module(JOBS[config.job])
+    finish(job.run(config, workdir), workdir)
+
+
+def _parse(argv: list[str]) -> list[str]:
+    """absl's parser, with the mistakes that it reports by a traceback as a line."""
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        raise UserError(str(error).strip().splitlines()[-1].strip().removeprefix("mint_jax.errors.UserError: ")) from None
+    except OSError as error:  # an override of a config that does not exist
+        raise UserError(" ".join(str(error).split())) from None
+    except (AttributeError, KeyError) as error:
+        raise UserError(f"the config has no setting {str(error).splitlines()[0]}: see the file for their names") from None
+
+
+def cli() -> None:
+    """Runs ``main`` and prints a user's mistake as one line instead of a traceback."""
+    logging.getLogger("jax").setLevel(logging.WARNING)
+    absl.logging.set_verbosity(absl.logging.WARNING)  # Orbax reports every thread it starts
+    try:
+        app.run(main, flags_parser=_parse)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    cli()

@@ -1,0 +1,99 @@
+"""LoRA deltas of a whole batch: rows come in equal blocks, and each block has one adapter.
+
+A block is a policy's rows in training, a prompt's rollouts in sampling, a single row in serving: one mechanism for all.
+Blocks are ordered by rank bucket, so that a rank-r adapter costs rank-r work, and blocks without an adapter (the bare
+base) come last. The base projection never sees any of this: it multiplies all rows at once.
+
+Axes: P blocks, M rows of a block times tokens, D in, F out, R rank. Hu et al. 2021, arXiv 2106.09685, section 4.1.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+
+@struct.dataclass
+class Bound:
+    """Adapters bound to the blocks of one batch.
+
+    Attributes:
+        buckets: per rank bucket a tree ``{"dense": {"attn": {"q": {"a": [L, P, R, D], "b": [L, P, R, F]}}}}``; ``b``
+            already holds the scale ``alpha / rank``. Inside the layer scan the leading L is gone.
+        blocks: number of blocks of each bucket.
+        base_blocks: number of trailing blocks that have no adapter.
+    """
+
+    buckets: tuple[Any, ...]
+    blocks: tuple[int, ...] = struct.field(pytree_node=False)
+    base_blocks: int = struct.field(pytree_node=False, default=0)
+
+    @property
+    def total_blocks(self) -> int:
+        return sum(self.blocks) + self.base_blocks
+
+    def at(self, name: str) -> "Bound":
+        """The adapters below one name of the tree; buckets without it become empty."""
+        return dataclasses.replace(self, buckets=tuple(tree.get(name, {}) for tree in self.buckets))
+
+
+def lora_delta(x_MD: jax.Array, a_RD: jax.Array, b_RF: jax.Array) -> jax.Array:
+    """``(x A^T) B`` of one adapter, ``[M, F]`` in the dtype of ``x``; both products accumulate in float32."""
+    h_MR = jnp.einsum("MD,RD->MR", x_MD, a_RD, preferred_element_type=jnp.float32).astype(x_MD.dtype)
+    return jnp.einsum("MR,RF->MF", h_MR, b_RF, preferred_element_type=jnp.float32).astype(x_MD.dtype)
+
+
+lora_delta_per_block = jax.vmap(lora_delta)  # [P, M, D], [P, R, D], [P, R, F] -> [P, M, F]
+
+
+def over_blocks(fn: Callable[[Any, jax.Array], jax.Array], x: jax.Array, lora: Bound, d_out: int, dtype: Any) -> jax.Array | None:
+    """Applies ``fn(factors, x[P, rows, T, ...]) -> [P, rows, T, d_out]`` to each bucket's rows; zeros for the others.
+
+    Args:
+        x: ``[B, T, ...]``, rows in block order; B is a multiple of the number of blocks.
+        lora: adapters of one projection: every bucket is ``{"a": [P, R, D], "b": [P, R, F]}`` or ``{}``.
+
+    Returns:
+        ``[B, T, d_out]``, or None when no bucket targets this projection.
+    """
+    if not any(lora.buckets):
+        return None
+    B, T = x.shape[:2]
+    rows = B // lora.total_blocks
+    if rows * lora.total_blocks != B:
+        raise ValueError(f"{B} rows do not fall into {lora.total_blocks} equal blocks")
+    parts, start = [], 0
+    for factors, blocks in zip((*lora.buckets, {}), (*lora.blocks, lora.base_blocks)):
+        if not blocks:
+            continue
+        stop = start + blocks * rows
+        if factors:
+            part = fn(factors, x[start:stop].reshape(blocks, rows, *x.shape[1:]))
+            parts.append(part.reshape(blocks * rows, T, d_out))
+        else:
+            parts.append(jnp.zeros((blocks * rows, T, d_out), dtype))
+        start = stop
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
+def batch_delta(x_BTD: jax.Array, lora: Bound, d_out: int) -> jax.Array | None:
+    """The deltas of one projection for all rows, ``[B, T, F]``; None when no adapter targets it."""
+
+    def delta(factors: Any, x: jax.Array) -> jax.Array:
+        x_PMD = x.reshape(x.shape[0], -1, x.shape[-1])
+        return lora_delta_per_block(x_PMD, factors["a"], factors["b"])
+
+    return over_blocks(delta, x_BTD, lora, d_out, x_BTD.dtype)
+
+
+def embedding_delta(tokens_BT: jax.Array, lora: Bound, d_out: int, dtype: Any) -> jax.Array | None:
+    """The deltas of the embedding, ``[B, T, D]``: its input is one-hot, so ``x A^T`` is a lookup in ``A [R, V]``."""
+
+    def delta(factors: Any, tokens: jax.Array) -> jax.Array:
+        h_PMR = jax.vmap(lambda a_RV, tokens_M: a_RV[:, tokens_M].T)(factors["a"], tokens.reshape(tokens.shape[0], -1))
+        return jnp.einsum("PMR,PRF->PMF", h_PMR, factors["b"], preferred_element_type=jnp.float32).astype(dtype)
+
+    return over_blocks(delta, tokens_BT, lora, d_out, dtype)

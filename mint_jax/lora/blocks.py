@@ -1,0 +1,72 @@
+"""Rows of many adapters -> blocks of equal size: how a mixed batch is ordered so that the device sees only blocks."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mint_jax.data.buckets import round_up
+from mint_jax.lora.apply import Bound
+from mint_jax.lora.tree import Slot, Stacks, bind_slots
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockPlan:
+    """An order of rows in which each block of ``size`` consecutive rows has one adapter.
+
+    Attributes:
+        order: indices of the given rows, blocks by bucket and slot, rows without an adapter last; None is padding.
+        size: rows of a block.
+        slots: per bucket the slot of each block.
+        base_blocks: trailing blocks without an adapter.
+    """
+
+    order: list[int | None]
+    size: int
+    slots: dict[int, np.ndarray]
+    base_blocks: int
+
+
+def plan_blocks(adapters: Sequence[Slot | None], row_multiple: int = 1) -> BlockPlan:
+    """Plans rows that each name an adapter.
+
+    Blocks are as large as the numbers of rows allow. The number of blocks of each bucket is rounded up, so that batches of
+    changing composition share few compiled shapes.
+
+    Args:
+        row_multiple: the number of rows in all is a multiple of this (the data axes of a mesh).
+    """
+    members: dict[Slot | None, list[int]] = {}
+    for row, slot in enumerate(adapters):
+        members.setdefault(slot, []).append(row)
+    size = int(np.gcd.reduce([len(rows) for rows in members.values()]))
+    order: list[int | None] = []
+    slots: dict[int, np.ndarray] = {}
+    resident = sorted(slot for slot in members if slot is not None)
+    for bucket in sorted({slot.bucket for slot in resident}):
+        mine = [slot for slot in resident if slot.bucket == bucket]
+        blocks = [slot.index for slot in mine for _ in range(len(members[slot]) // size)]
+        padding = round_up(len(blocks)) - len(blocks)
+        order += [row for slot in mine for row in members[slot]] + [None] * (padding * size)
+        slots[bucket] = np.array(blocks + blocks[-1:] * padding, np.int32)
+    bare = members.get(None, [])
+    base_blocks = round_up(len(bare) // size) if bare else 0
+    order += bare + [None] * (base_blocks * size - len(bare))
+    while len(order) % row_multiple:
+        order += [None] * size
+        base_blocks += 1
+    return BlockPlan(order, size, slots, base_blocks)
+
+
+def bind_blocks(plan: BlockPlan, stacks: Stacks, dtype: Any) -> Bound | None:
+    """The resident adapters bound to a plan's blocks; None where no row has one."""
+    if not plan.slots:
+        return None
+    used = {bucket: stacks[bucket] for bucket in plan.slots}
+    return _bind(used, plan.slots, base_blocks=plan.base_blocks, dtype=jnp.dtype(dtype))
+
+
+_bind = jax.jit(bind_slots, static_argnames=("base_blocks", "dtype"))

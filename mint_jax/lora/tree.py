@@ -1,0 +1,320 @@
+"""Adapters as pytrees: what a base can be adapted in, one policy's factors, and stacks of policies by rank bucket.
+
+One policy's *adapter* is ``{"dense": {"attn": {"q": {"a": [L, R, D], "b": [L, R, F]}}}}``, at its true rank; leaves
+outside layers (``embed``, ``unembed``) have L = 1. A *stack* holds S slots of one bucket, ``[L, S, R, D]``: the slot
+axis is 1 everywhere. A rank-r policy lives in the bucket of the next power of two; the padded rank rows are zero, get a
+zero gradient and stay zero. A policy that does not target a projection has zeros there, which stay zero likewise.
+
+Axes: L layers, S slots, R rank, D in, F out. Hu et al. 2021, arXiv 2106.09685.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from mint_jax import params as params_lib
+from mint_jax.errors import UserError
+from mint_jax.lora.apply import Bound
+from mint_jax.params import ParamSpec
+
+MAX_RANK = 1024
+LINEAR_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
+SLOT_AXIS = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterConfig:
+    """What defines an adapter's shape and scale.
+
+    Attributes:
+        rank: R, at least 1.
+        alpha: scale numerator: the delta is ``alpha / rank * B A x``, or ``alpha / sqrt(rank)`` with ``rslora``
+            (arXiv 2312.03732).
+        targets: short names of the adapted projections.
+    """
+
+    rank: int
+    alpha: float = 16.0
+    targets: tuple[str, ...] = LINEAR_TARGETS
+    rslora: bool = False
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+    @property
+    def bucket(self) -> int:
+        return bucket_of(self.rank)
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Slot:
+    """Where a policy's adapter is resident: rank bucket and index in its stack."""
+
+    bucket: int
+    index: int
+
+
+def bucket_of(rank: int) -> int:
+    """The rank bucket that holds ``rank``: the next power of two.
+
+    Raises:
+        UserError: a rank below 1 or above ``MAX_RANK``.
+    """
+    if not 1 <= rank <= MAX_RANK:
+        raise UserError(f"rank is {rank}; expected 1 to {MAX_RANK} (a policy without an adapter is the base itself)")
+    return 1 << (rank - 1).bit_length()
+
+
+def target_paths(base_specs: Any) -> dict[str, list[str]]:
+    """Short target name -> paths of the projections it names, from the stacked ``ParamSpec`` tree of a base."""
+    out: dict[str, list[str]] = {}
+    for path, spec in params_lib.leaves_with_path(base_specs):
+        if path.endswith("/w"):
+            assert isinstance(spec, ParamSpec)
+            owner = path.removesuffix("/w")
+            out.setdefault(owner.rsplit("/", 1)[-1], []).append(owner)
+    out.setdefault("unembed", ["unembed"])  # a tied head can be adapted apart from the embedding
+    return out
+
+
+def factor_shapes(base_specs: Any, targets: Iterable[str]) -> dict[str, tuple[int, int, int]]:
+    """Path -> (L, D, F) of the projections that ``targets`` names.
+
+    Raises:
+        UserError: a target the base does not have, or none at all.
+    """
+    known = target_paths(base_specs)
+    targets = tuple(targets)
+    if not targets:
+        raise UserError(f"targets is empty: name at least one of {', '.join(known)}")
+    shapes = {}
+    for target in targets:
+        if target not in known:
+            raise UserError(f"target {target!r} is not a projection of this base; choose from {', '.join(known)}")
+        for path in known[target]:
+            shapes[path] = _shape_at(base_specs, path)
+    return shapes
+
+
+def _shape_at(base_specs: Any, path: str) -> tuple[int, int, int]:
+    if path in ("embed", "unembed"):
+        vocab, width = (base_specs["unembed"] if path == "unembed" and "unembed" in base_specs else base_specs["embed"])["w"].shape
+        return (1, vocab, width) if path == "embed" else (1, width, vocab)
+    node = base_specs
+    for name in path.split("/"):
+        node = node[name]
+    layers, d_in, d_out = node["w"].shape
+    return layers, d_in, d_out
+
+
+def adapter_specs(base_specs: Any, config: AdapterConfig) -> Any:
+    """One policy's factors as ``ParamSpec`` leaves, at the true rank."""
+    return _factors(base_specs, config.targets, (config.rank,), lambda L, D, shape: (L, *shape, D))
+
+
+def _factors(base_specs: Any, targets: Iterable[str], middle: tuple[int, ...], shape_of: Any) -> Any:
+    axes = {1: ("layers", "rank", None), 2: ("layers", "slots", "rank", None)}[len(middle)]
+    flat = {}
+    for path, (L, D, F) in factor_shapes(base_specs, targets).items():
+        flat[path] = {
+            "a": ParamSpec(shape_of(L, D, middle), axes, jnp.float32, "zeros"),
+            "b": ParamSpec(shape_of(L, F, middle), axes, jnp.float32, "zeros"),
+        }
+    return params_lib.nest(flat)
+
+
+def init_adapter(base_specs: Any, config: AdapterConfig, key: jax.Array) -> Any:
+    """A fresh adapter as PEFT makes it: A uniform in ±1/sqrt(D), B zero; for ``embed`` A zero, B normal.
+
+    Each factor's randomness comes from ``key`` and its path only: the same seed gives the same adapter on any mesh and
+    with any other targets.
+    """
+
+    def draw(path: str, spec: ParamSpec) -> jax.Array:
+        k = jax.random.fold_in(key, params_lib.path_seed(path))
+        if path == "embed/b":
+            return jax.random.normal(k, spec.shape, jnp.float32)
+        if path.endswith("/a") and path != "embed/a":
+            bound = spec.shape[-1] ** -0.5
+            return jax.random.uniform(k, spec.shape, jnp.float32, -bound, bound)
+        return jnp.zeros(spec.shape, jnp.float32)
+
+    return params_lib.map_with_path(draw, adapter_specs(base_specs, config))
+
+
+@struct.dataclass
+class AdapterStack:
+    """S slots of one rank bucket.
+
+    Attributes:
+        factors: a tree of ``[L, S, R, D]`` and ``[L, S, R, F]`` float32.
+        scale: ``[S]`` float32.
+        rank: R of the bucket.
+    """
+
+    factors: Any
+    scale: jax.Array
+    rank: int = struct.field(pytree_node=False)
+
+    @property
+    def slots(self) -> int:
+        return self.scale.shape[0]
+
+
+Stacks = dict[int, AdapterStack]  # bucket rank -> stack
+
+
+def empty_stack(base_specs: Any, targets: Iterable[str], rank: int, slots: int) -> AdapterStack:
+    """A stack of empty slots for one bucket; ``targets`` is the union over the policies it will hold."""
+    specs = _factors(base_specs, targets, (slots, rank), lambda L, D, shape: (L, *shape, D))
+    return AdapterStack(params_lib.init(specs, jax.random.key(0)), jnp.zeros((slots,), jnp.float32), rank)
+
+
+def _pad_rank(leaf: jax.Array, rank: int) -> jax.Array:
+    pad = [(0, 0)] * leaf.ndim
+    pad[-2] = (0, rank - leaf.shape[-2])
+    return jnp.pad(leaf, pad)
+
+
+def write_slot(stack: AdapterStack, slot: jax.Array | int, adapter: Any, scale: jax.Array | float) -> AdapterStack:
+    """Puts one policy's adapter into a slot; projections it does not target become zero.
+
+    Raises:
+        ValueError: the adapter has a projection that the stack lacks.
+    """
+    mine = dict(params_lib.leaves_with_path(adapter))
+    room = dict(params_lib.leaves_with_path(stack.factors))
+    if missing := sorted(set(mine) - set(room)):
+        raise ValueError(f"the stack of rank {stack.rank} has no {missing[0]!r}: make it with the union of all targets")
+
+    def put(path: str, leaf: jax.Array) -> jax.Array:
+        if path not in mine:
+            return leaf.at[:, slot].set(0.0)
+        return leaf.at[:, slot].set(_pad_rank(jnp.asarray(mine[path], leaf.dtype), stack.rank))
+
+    return dataclasses.replace(stack, factors=params_lib.map_with_path(put, stack.factors), scale=stack.scale.at[slot].set(scale))
+
+
+def read_slot(stack: AdapterStack, slot: jax.Array | int, rank: int | None = None, targets: Any = None) -> Any:
+    """One slot's adapter at its true rank, restricted to the tree of ``targets`` when given (an adapter's spec tree)."""
+    rank = stack.rank if rank is None else rank
+    adapter = jax.tree.map(lambda x: x[:, slot, :rank], stack.factors)
+    return adapter if targets is None else _restrict(adapter, targets)
+
+
+def _restrict(tree: Any, like: Any) -> Any:
+    return {name: _restrict(tree[name], child) for name, child in like.items()} if isinstance(like, dict) else tree
+
+
+def clear_slot(stack: AdapterStack, slot: jax.Array | int) -> AdapterStack:
+    """Zeroes a slot."""
+    return dataclasses.replace(
+        stack, factors=jax.tree.map(lambda x: x.at[:, slot].set(0.0), stack.factors), scale=stack.scale.at[slot].set(0.0)
+    )
+
+
+def stack_adapters(base_specs: Any, adapters: Mapping[str, tuple[AdapterConfig, Any]]) -> tuple[Stacks, dict[str, Slot]]:
+    """Makes adapters resident: stacks with one slot each, and which slot each name got."""
+    targets: dict[int, list[str]] = {}
+    slots: dict[str, Slot] = {}
+    counts: dict[int, int] = {}
+    for name, (config, _) in adapters.items():
+        bucket = config.bucket
+        targets.setdefault(bucket, []).extend(t for t in config.targets if t not in targets.get(bucket, []))
+        slots[name] = Slot(bucket, counts.get(bucket, 0))
+        counts[bucket] = slots[name].index + 1
+    stacks = {b: empty_stack(base_specs, targets[b], b, counts[b]) for b in sorted(counts)}
+    for name, (config, adapter) in adapters.items():
+        slot = slots[name]
+        stacks[slot.bucket] = write_slot(stacks[slot.bucket], slot.index, adapter, config.scale)
+    return stacks, slots
+
+
+def check_resident(slot: Slot | None, stacks: "Stacks") -> None:
+    """Refuses a slot that no stack has.
+
+    Raises:
+        UserError: naming the slot.
+    """
+    if slot is not None and (slot.bucket not in stacks or not 0 <= slot.index < stacks[slot.bucket].slots):
+        raise UserError(f"{slot} is not resident: load the adapter before asking for it")
+
+
+def take_slots(tree: Any, slots: jax.Array) -> Any:
+    """The slots of a stacked tree, ``[L, S, ...] -> [L, P, ...]``."""
+    return jax.tree.map(lambda x: jnp.take(x, slots, axis=SLOT_AXIS), tree)
+
+
+def bind_slots(stacks: "Stacks", slots: dict[int, jax.Array], base_blocks: int = 0, dtype: Any = jnp.float32) -> Bound:
+    """Binds blocks to resident slots, each bucket's blocks to ``slots[bucket]``."""
+    parts = [(take_slots(stacks[b].factors, slots[b]), stacks[b].scale[slots[b]]) for b in sorted(slots)]
+    return bind(parts, base_blocks, dtype)
+
+
+def bind(parts: Iterable[tuple[Any, jax.Array]], base_blocks: int = 0, dtype: Any = jnp.float32) -> Bound:
+    """Binds factors of consecutive blocks to a batch.
+
+    Args:
+        parts: per bucket ``(factors [L, P, R, ...], scale [P])``, in block order.
+        base_blocks: trailing blocks without an adapter.
+        dtype: compute dtype; the scale is folded into B in float32 first.
+    """
+    buckets, blocks = [], []
+    for factors, scale in parts:
+
+        def scaled(path: str, leaf: jax.Array, scale: jax.Array = scale) -> jax.Array:
+            if path.endswith("/b"):
+                leaf = leaf * scale[None, :, None, None]
+            return leaf.astype(dtype)
+
+        tree = params_lib.map_with_path(scaled, factors)
+        tree = {name: jax.tree.map(lambda x: x[0], sub) if name in ("embed", "unembed") else sub for name, sub in tree.items()}
+        buckets.append(tree)
+        blocks.append(scale.shape[0])
+    return Bound(tuple(buckets), tuple(blocks), base_blocks)
+
+
+def adapter_nbytes(base_specs: Any, config: AdapterConfig) -> int:
+    """Bytes of one policy's factors in float32 at its true rank."""
+    return params_lib.nbytes(adapter_specs(base_specs, config))
+
+
+def check_fits(adapter: Any, config: AdapterConfig, base_specs: Any, what: str) -> int:
+    """Admission: the adapter's projections, ranks and shapes are those its config asks of this base.
+
+    Returns:
+        How many projections bind, one per layer.
+
+    Raises:
+        UserError: naming the first that does not fit, or that nothing binds.
+    """
+    wanted = {path: spec.shape for path, spec in params_lib.leaves_with_path(adapter_specs(base_specs, config))}
+    found = {path: tuple(np.shape(leaf)) for path, leaf in params_lib.leaves_with_path(adapter)}
+    if not found:
+        raise UserError(f"{what}: no module binds; the adapter is empty")
+    if strange := sorted(set(found) - set(wanted)):
+        raise UserError(f"{what}: {strange[0]} is not among the targets {', '.join(config.targets)} of this base")
+    if lacking := sorted(set(wanted) - set(found)):
+        raise UserError(f"{what}: {lacking[0]} is missing, though its config targets it")
+    for path, shape in found.items():
+        if shape != wanted[path]:
+            raise UserError(f"{what}: {path} has shape {shape}; this base and rank {config.rank} need {wanted[path]}")
+    check_finite(adapter, what)
+    return sum(shape[0] for path, shape in found.items() if path.endswith("/a"))
+
+
+def check_finite(adapter: Any, what: str) -> None:
+    """Refuses an adapter with NaN or infinite weights.
+
+    Raises:
+        UserError: naming the tensor.
+    """
+    for path, leaf in params_lib.leaves_with_path(adapter):
+        if not np.isfinite(np.asarray(leaf)).all():
+            raise UserError(f"{what}: {path} has NaN or infinite values; the run that wrote it has diverged, take an earlier revision")

@@ -1,0 +1,50 @@
+"""The device mesh: axes ``data``, ``fsdp``, ``expert``, ``tensor``, always in this order.
+
+``data`` replicates the base and splits rows; ``fsdp`` splits rows and the base's embed dimension; ``expert`` splits
+routed experts; ``tensor`` splits heads, ffw and vocabulary.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh
+
+from mint_jax.errors import UserError
+
+AXES = ("data", "fsdp", "expert", "tensor")
+
+
+def make_mesh(sizes: Mapping[str, int] | None = None, devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh over ``devices`` (all of them by default).
+
+    Args:
+        sizes: axis -> size; absent axes are 1, and one axis may be -1: whatever is left. None: all on ``data``.
+
+    Raises:
+        UserError: an unknown axis, or sizes whose product is not the number of devices.
+    """
+    devices = list(jax.devices()) if devices is None else devices
+    sizes = {"data": -1} if sizes is None else dict(sizes)
+    unknown = set(sizes) - set(AXES)
+    if unknown:
+        raise UserError(f"mesh axis {sorted(unknown)[0]!r} is unknown; the axes are {', '.join(AXES)}")
+    shape = [int(sizes.get(axis, 1)) for axis in AXES]
+    if shape.count(-1) > 1:
+        raise UserError(f"mesh sizes {dict(zip(AXES, shape))}: only one axis may be -1 (fill)")
+    if -1 in shape:
+        known = math.prod(s for s in shape if s != -1)
+        shape[shape.index(-1)] = max(1, len(devices) // max(1, known))
+    if min(shape) < 1 or math.prod(shape) != len(devices):
+        raise UserError(
+            f"mesh {dict(zip(AXES, shape))} needs {math.prod(shape)} devices but {len(devices)} are here: "
+            f"set --config.mesh.<axis> so that the product is {len(devices)}, or one of them to -1"
+        )
+    return Mesh(np.array(devices).reshape(shape), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def single_device_mesh(device: Any = None) -> Mesh:
+    """A mesh of one device, so that the same code runs everywhere."""
+    return make_mesh({}, [device or jax.devices()[0]])

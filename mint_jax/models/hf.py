@@ -1,0 +1,258 @@
+"""Hugging Face checkpoints: safetensors -> sharded parameters, and back.
+
+Each process reads only what its shards need, leaf by leaf: host memory peaks at one leaf's shard, never a second copy
+of the model. Names of tensors live here and nowhere else; a new family is one table below and one mapping in
+``models/config.py``.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from mint_jax import params as params_lib
+from mint_jax import sharding as sharding_lib
+from mint_jax.errors import UserError
+from mint_jax.models import transformer
+from mint_jax.models.config import ModelConfig
+from mint_jax.params import ParamSpec
+
+_DECODER = {  # path below one layer -> name below model.layers.{i}
+    "attn/norm": "input_layernorm.weight",
+    "attn/q/w": "self_attn.q_proj.weight",
+    "attn/q/b": "self_attn.q_proj.bias",
+    "attn/k/w": "self_attn.k_proj.weight",
+    "attn/k/b": "self_attn.k_proj.bias",
+    "attn/v/w": "self_attn.v_proj.weight",
+    "attn/v/b": "self_attn.v_proj.bias",
+    "attn/o/w": "self_attn.o_proj.weight",
+    "attn/o/b": "self_attn.o_proj.bias",
+    "attn/q_norm": "self_attn.q_norm.weight",
+    "attn/k_norm": "self_attn.k_norm.weight",
+    "mlp/norm": "post_attention_layernorm.weight",
+    "mlp/gate/w": "mlp.gate_proj.weight",
+    "mlp/gate/b": "mlp.gate_proj.bias",
+    "mlp/up/w": "mlp.up_proj.weight",
+    "mlp/up/b": "mlp.up_proj.bias",
+    "mlp/down/w": "mlp.down_proj.weight",
+    "mlp/down/b": "mlp.down_proj.bias",
+}
+LAYER_NAMES: dict[str, dict[str, str]] = dict.fromkeys(("llama", "qwen2", "qwen3"), _DECODER)
+GLOBAL_NAMES = {"embed/w": "model.embed_tokens.weight", "unembed/w": "lm_head.weight", "final_norm": "model.norm.weight"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where one leaf comes from: its tensors, and how they are laid out on disk.
+
+    Attributes:
+        names: one tensor, or one per layer of a stacked leaf.
+        stacked: whether ``names`` run over a leading layer axis.
+        transposed: the file holds ``[out, in]``.
+    """
+
+    names: tuple[str, ...]
+    stacked: bool
+    transposed: bool
+
+
+def source_of(path: str, spec: ParamSpec, cfg: ModelConfig) -> Source:
+    """The tensors behind the leaf at ``path``."""
+    if path in GLOBAL_NAMES:
+        return Source((GLOBAL_NAMES[path],), False, False)
+    kind, rest = path.split("/", 1)
+    first = _first_layer(kind, cfg)
+    name = LAYER_NAMES[cfg.family][rest]
+    return Source(tuple(f"model.layers.{first + i}.{name}" for i in range(spec.shape[0])), True, name.endswith("_proj.weight"))
+
+
+def _first_layer(kind: str, cfg: ModelConfig) -> int:
+    first = 0
+    for name, layers in cfg.stacks.items():
+        if name == kind:
+            return first
+        first += layers
+    raise KeyError(kind)
+
+
+def module_names(cfg: ModelConfig, paths: Iterable[str]) -> dict[str, list[str]]:
+    """Projection path -> its Hugging Face module names, one per layer (PEFT names adapters by them)."""
+    specs = dict(params_lib.leaves_with_path(transformer.abstract(cfg)))
+    out = {}
+    for path in paths:
+        if path == "unembed":  # also where the head is tied and has no tensor of its own
+            names: tuple[str, ...] = (GLOBAL_NAMES["unembed/w"],)
+        else:
+            names = source_of(f"{path}/w", specs[f"{path}/w"], cfg).names
+        out[path] = [name.removesuffix(".weight") for name in names]
+    return out
+
+
+class Checkpoint:
+    """The tensors of a checkpoint directory, single-file or indexed, opened lazily."""
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory)
+        index = self.directory / "model.safetensors.index.json"
+        if index.is_file():
+            try:
+                self.files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise UserError(f"{index} is not a safetensors index ({error!r}): fetch the checkpoint again") from None
+        else:
+            found = sorted(p.name for p in self.directory.glob("*.safetensors"))
+            if not found:
+                raise UserError(
+                    f"{self.directory} has no *.safetensors: convert the checkpoint with save_pretrained(safe_serialization=True)"
+                )
+            self.files = {name: file for file in found for name in self._open(file).keys()}  # noqa: SIM118 (not a dict)
+
+    def _open(self, file: str) -> Any:
+        path = self.directory / file
+        if not path.is_file():
+            raise UserError(f"{path} is named by model.safetensors.index.json but does not exist: fetch the checkpoint again")
+        try:
+            return safe_open(path, framework="numpy")
+        except SafetensorError as error:
+            raise UserError(f"{path} is not a readable safetensors file ({error}): fetch the checkpoint again") from None
+
+    def tensor(self, name: str) -> Any:
+        """A lazy slice object with ``get_shape()`` and indexing.
+
+        Raises:
+            UserError: the checkpoint has no tensor of this name.
+        """
+        if name not in self.files:
+            near = [n for n in self.files if n.split(".")[-2:] == name.split(".")[-2:]][:2]
+            hint = f" (it has {', '.join(near)})" if near else ""
+            raise UserError(f"{self.directory} has no tensor {name!r}{hint}: config.json and weights do not belong together")
+        try:
+            return self._open(self.files[name]).get_slice(name)
+        except SafetensorError as error:
+            raise UserError(f"{self.directory / self.files[name]} does not hold {name!r} ({error}): fetch the checkpoint again") from None
+
+
+def _read(ckpt: Checkpoint, source: Source, index: tuple[slice, ...], dtype: Any) -> np.ndarray:
+    """The part ``index`` of a leaf, in the leaf's own orientation."""
+
+    def one(name: str, index: tuple[slice, ...]) -> np.ndarray:
+        part = ckpt.tensor(name)
+        if source.transposed:
+            return np.ascontiguousarray(part[index[::-1]].T).astype(dtype, copy=False)
+        return np.asarray(part[index]).astype(dtype, copy=False)
+
+    if not source.stacked:
+        return one(source.names[0], index)
+    names = source.names[index[0]]
+    out = None
+    for i, name in enumerate(names):
+        layer = one(name, index[1:])
+        if out is None:
+            out = np.empty((len(names), *layer.shape), layer.dtype)
+        out[i] = layer
+    assert out is not None
+    return out
+
+
+def _check_shapes(ckpt: Checkpoint, specs: Any, cfg: ModelConfig) -> None:
+    for path, spec in params_lib.leaves_with_path(specs):
+        source = source_of(path, spec, cfg)
+        expected = spec.shape[1:] if source.stacked else spec.shape
+        if source.transposed:
+            expected = expected[::-1]
+        for name in source.names:
+            found = tuple(ckpt.tensor(name).get_shape())
+            if found != expected:
+                raise UserError(f"tensor {name!r} has shape {found} but config.json asks for {expected}: the two do not belong together")
+
+
+def load(
+    directory: str | Path,
+    cfg: ModelConfig,
+    mesh: Mesh,
+    dtype: Any = jnp.float32,
+    progress: Callable[[int, int], None] | None = None,
+) -> Any:
+    """Reads a checkpoint straight into sharded device arrays.
+
+    Args:
+        dtype: dtype of the resident base.
+        progress: called with (bytes done, bytes in all) after each leaf.
+
+    Raises:
+        UserError: a missing tensor or a wrong shape; found before anything is loaded.
+    """
+    specs = transformer.abstract(cfg, dtype)
+    ckpt = Checkpoint(directory)
+    _check_shapes(ckpt, specs, cfg)
+    total, done = params_lib.nbytes(specs), 0
+
+    def leaf(path: str, spec: ParamSpec) -> jax.Array:
+        nonlocal done
+        source = source_of(path, spec, cfg)
+        target = sharding_lib.sharding_of(spec, mesh)
+        array = jax.make_array_from_callback(spec.shape, target, lambda index: _read(ckpt, source, index or (), spec.dtype))
+        array.block_until_ready()  # one leaf's host copy at a time
+        done += spec.nbytes
+        if progress is not None:
+            progress(done, total)
+        return array
+
+    return params_lib.map_with_path(leaf, specs)
+
+
+def tensors(params: Any, cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of a tree under their Hugging Face names and orientation, one layer at a time."""
+    for path, array in params_lib.leaves_with_path(params):
+        source = source_of(path, ParamSpec(array.shape, (None,) * array.ndim), cfg)
+        for i, name in enumerate(source.names):
+            value = np.asarray(array[i] if source.stacked else array)
+            yield name, np.ascontiguousarray(value.T) if source.transposed else value
+
+
+def save(params: Any, cfg: ModelConfig, directory: str | Path) -> None:
+    """Writes ``model.safetensors`` under the family's names. For tools and tests: training never saves a base."""
+    Path(directory).mkdir(parents=True, exist_ok=True)
+    save_file(dict(tensors(params, cfg)), Path(directory) / "model.safetensors", metadata={"format": "pt"})
+
+
+def fingerprint(directory: str | Path) -> str:
+    """A hex digest that tells bases apart: config fields, tensor names, shapes, dtypes and samples of every tensor's bytes.
+
+    It reads 12 KiB of each tensor instead of all of it, so that a terabyte base takes seconds: made to catch a wrong
+    base, not an attacker.
+    """
+    directory = Path(directory)
+    config = json.loads((directory / "config.json").read_text())
+    for volatile in ("transformers_version", "_name_or_path", "torch_dtype", "dtype"):
+        config.pop(volatile, None)
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for name, header, data in sorted(_spans(directory)):
+        digest.update(f"{name} {header['dtype']} {header['shape']}".encode())
+        path, start, stop = data
+        with open(path, "rb") as file:
+            for at in (start, (start + stop) // 2, max(start, stop - 4096)):
+                file.seek(at)
+                digest.update(file.read(min(4096, stop - at)))
+    return digest.hexdigest()
+
+
+def _spans(directory: Path) -> Iterator[tuple[str, dict[str, Any], tuple[Path, int, int]]]:
+    """Name, header and byte range of every tensor (safetensors format: u64 header size, JSON header, data)."""
+    for path in sorted(directory.glob("*.safetensors")):
+        with open(path, "rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+        for name, entry in header.items():
+            if name != "__metadata__":
+                start, stop = entry["data_offsets"]
+                yield name, entry, (path, 8 + size + start, 8 + size + stop)

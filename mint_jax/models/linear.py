@@ -1,0 +1,26 @@
+"""A frozen projection plus its adapters' deltas: the one seam between base and adapters."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mint_jax.lora.apply import Bound, batch_delta
+
+
+def project(x_BTD: jax.Array, params: dict[str, Any], lora: Bound | None, name: str) -> jax.Array:
+    """``x W + bias + delta``, ``[B, T, F]``.
+
+    The base product runs once over all rows of all policies; ``params[name]`` is ``{"w": [D, F]}`` with an optional
+    ``"b": [F]``, and ``lora`` holds this layer's adapters.
+    """
+    with jax.named_scope(name):
+        leaf = params[name]
+        y = jnp.einsum("BTD,DF->BTF", x_BTD, leaf["w"], preferred_element_type=jnp.float32).astype(x_BTD.dtype)
+        if "b" in leaf:
+            y = y + leaf["b"].astype(y.dtype)[None, None]
+        if lora is not None:
+            delta = batch_delta(x_BTD, lora.at(name), leaf["w"].shape[-1])
+            if delta is not None:
+                y = y + delta
+        return y

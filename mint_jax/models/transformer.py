@@ -1,0 +1,203 @@
+"""The decoder as pure functions over a parameter tree: ``abstract(cfg)``, ``hidden_states``, ``logits``.
+
+Leaves LoRA to ``linear.project``, attention to ``attention.py``, sampling and losses to others. All policies' rows run
+through the base together; nothing here knows how many policies there are.
+
+Axes: B rows, T tokens, L layers, V vocab, D model width, F ffw width, N query heads, K kv heads, H head dim.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from mint_jax.lora.apply import Bound, batch_delta, embedding_delta
+from mint_jax.models.attention import Past, Segments, cached_attention, packed_attention
+from mint_jax.models.config import ModelConfig
+from mint_jax.models.linear import project
+from mint_jax.models.norm import rms_norm
+from mint_jax.models.rope import rope_tables, rotate
+from mint_jax.params import ParamSpec
+from mint_jax.sharding import constrain
+
+REMAT = {  # what the backward pass keeps of each layer
+    "none": None,
+    "names": jax.checkpoint_policies.save_only_these_names(
+        "residual", "query", "key", "value", "attended", "logsumexp", "mlp_gate", "mlp_up"
+    ),
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+class Context(NamedTuple):
+    """What every layer of one call shares.
+
+    Attributes:
+        cos, sin: rotary tables ``[B, T, H / 2]``.
+        segments: packed rows; None when a cache is read.
+        lengths: valid positions of each cache part, see ``attention.Past``; None without a cache.
+    """
+
+    cos: jax.Array
+    sin: jax.Array
+    segments: Segments | None
+    lengths: tuple[jax.Array, ...] | None
+
+
+def abstract(cfg: ModelConfig, dtype: Any = jnp.float32) -> Any:
+    """The ``ParamSpec`` tree of a base."""
+    L, D, H = cfg.num_layers, cfg.d_model, cfg.head_dim
+
+    def matrix(d_in: int, d_out: int, axes: tuple[str, str], bias: bool) -> dict[str, ParamSpec]:
+        leaf = {"w": ParamSpec((L, d_in, d_out), ("layers", *axes), dtype)}
+        if bias:
+            leaf["b"] = ParamSpec((L, d_out), ("layers", axes[1]), dtype, "zeros")
+        return leaf
+
+    attn: dict[str, Any] = {
+        "norm": ParamSpec((L, D), ("layers", "norm"), dtype, "ones"),
+        "q": matrix(D, cfg.num_heads * H, ("embed", "q_heads"), cfg.qkv_bias),
+        "k": matrix(D, cfg.num_kv_heads * H, ("embed", "kv_heads"), cfg.qkv_bias),
+        "v": matrix(D, cfg.num_kv_heads * H, ("embed", "kv_heads"), cfg.qkv_bias),
+        "o": matrix(cfg.num_heads * H, D, ("q_heads", "embed"), cfg.o_bias),
+    }
+    if cfg.qk_norm:
+        attn |= {name: ParamSpec((L, H), ("layers", "norm"), dtype, "ones") for name in ("q_norm", "k_norm")}
+    mlp = {
+        "norm": ParamSpec((L, D), ("layers", "norm"), dtype, "ones"),
+        "gate": matrix(D, cfg.d_ff, ("embed", "ffw"), cfg.mlp_bias),
+        "up": matrix(D, cfg.d_ff, ("embed", "ffw"), cfg.mlp_bias),
+        "down": matrix(cfg.d_ff, D, ("ffw", "embed"), cfg.mlp_bias),
+    }
+    specs = {
+        "embed": {"w": ParamSpec((cfg.vocab_size, D), ("vocab", "embed"), dtype, fan_in=D)},
+        "dense": {"attn": attn, "mlp": mlp},
+        "final_norm": ParamSpec((D,), ("norm",), dtype, "ones"),
+    }
+    if not cfg.tie_embeddings:
+        specs["unembed"] = {"w": ParamSpec((cfg.vocab_size, D), ("vocab", "embed"), dtype, fan_in=D)}
+    return specs
+
+
+def unembed_table(params: Any) -> jax.Array:
+    """``[V, D]``: the output matrix, which is the embedding when they are tied."""
+    return (params["unembed"] if "unembed" in params else params["embed"])["w"]
+
+
+def hidden_states(
+    params: Any,
+    lora: Bound | None,
+    tokens_BT: jax.Array,
+    positions_BT: jax.Array,
+    cfg: ModelConfig,
+    *,
+    segments: Segments | None = None,
+    cache: Any = None,
+    lengths: tuple[jax.Array, ...] | None = None,
+    keep_kv: bool = False,
+    remat: str = "none",
+) -> tuple[jax.Array, Any]:
+    """Runs the decoder up to and including the final norm.
+
+    Args:
+        tokens_BT, positions_BT: int32.
+        lora: adapters bound to the rows; None for the bare base.
+        segments: how rows are packed; by default each row is one segment. Without a cache only.
+        cache: ``{"dense": {"k": (part, ...), "v": ...}}``, each part ``[L, C, S, K, H]``; the current tokens follow it.
+        lengths: valid positions of each cache part.
+        keep_kv: also return the keys and values of the current tokens.
+        remat: a key of ``REMAT``.
+
+    Returns:
+        ``[B, T, D]`` and, if asked for, ``{"dense": {"k": [L, B, T, K, H], "v": ...}}``.
+    """
+    if segments is None and cache is None:
+        zeros = jnp.zeros_like(tokens_BT)
+        segments = Segments(zeros, zeros)
+    ctx = Context(*rope_tables(positions_BT, cfg), segments, lengths)
+    with jax.named_scope("embed"):
+        x = embed(params, lora, tokens_BT)
+    kept = {}
+    for kind in cfg.stacks:
+
+        def layer(x, layer_inputs):
+            p, a, past = layer_inputs
+            return _layer(x, p, a, past, ctx, cfg, keep_kv)
+
+        if REMAT[remat] is not None:
+            layer = jax.checkpoint(layer, policy=REMAT[remat], prevent_cse=False)
+        x, kept[kind] = jax.lax.scan(layer, x, (params[kind], _below(lora, kind), None if cache is None else cache[kind]))
+    with jax.named_scope("final_norm"):
+        x = rms_norm(x, params["final_norm"], cfg.norm_eps)
+    return x, (kept if keep_kv else None)
+
+
+def _layer(x, p, lora, past, ctx: Context, cfg: ModelConfig, keep_kv: bool):
+    x = constrain(checkpoint_name(x, "residual"), "batch", "tokens", "act_embed")
+    with jax.named_scope("attn"):
+        out, kv = _attention(rms_norm(x, p["attn"]["norm"], cfg.norm_eps), p["attn"], _below(lora, "attn"), past, ctx, cfg)
+        x = constrain(checkpoint_name(x + out, "residual"), "batch", "tokens", "act_embed")
+    with jax.named_scope("mlp"):
+        x = x + mlp(rms_norm(x, p["mlp"]["norm"], cfg.norm_eps), p["mlp"], _below(lora, "mlp"))
+    return x, (kv if keep_kv else None)
+
+
+def _below(lora: Bound | None, name: str) -> Bound | None:
+    return None if lora is None else lora.at(name)
+
+
+def _attention(h_BTD, p, lora, past, ctx: Context, cfg: ModelConfig):
+    B, T, _ = h_BTD.shape
+    q = project(h_BTD, p, lora, "q").reshape(B, T, cfg.num_heads, cfg.head_dim)
+    k = project(h_BTD, p, lora, "k").reshape(B, T, cfg.num_kv_heads, cfg.head_dim)
+    v = project(h_BTD, p, lora, "v").reshape(B, T, cfg.num_kv_heads, cfg.head_dim)
+    if cfg.qk_norm:
+        q, k = rms_norm(q, p["q_norm"], cfg.norm_eps), rms_norm(k, p["k_norm"], cfg.norm_eps)
+    q, k = rotate(q, ctx.cos, ctx.sin), rotate(k, ctx.cos, ctx.sin)
+    scale = cfg.head_dim**-0.5
+    if past is None:
+        assert ctx.segments is not None
+        out = packed_attention(q, k, v, ctx.segments, scale)
+    else:
+        assert ctx.lengths is not None
+        out = cached_attention(q, k, v, Past(past["k"], past["v"], ctx.lengths), scale)
+    return project(out.reshape(B, T, -1), p, lora, "o"), {"k": k, "v": v}
+
+
+@jax.custom_vjp
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """``silu(gate) * up`` (Shazeer 2020, arXiv 2002.05202); the backward pass keeps only its two arguments."""
+    return jax.nn.silu(gate) * up
+
+
+def _swiglu_backward(residuals, g):
+    gate, up = residuals
+    sigma = jax.nn.sigmoid(gate)
+    return g * up * sigma * (1 + gate * (1 - sigma)), g * gate * sigma
+
+
+swiglu.defvjp(lambda gate, up: (swiglu(gate, up), (gate, up)), _swiglu_backward)
+
+
+def mlp(h_BTD: jax.Array, p: Any, lora: Bound | None) -> jax.Array:
+    """The gated MLP, ``down(silu(gate h) * up h)``."""
+    gate = checkpoint_name(project(h_BTD, p, lora, "gate"), "mlp_gate")
+    up = checkpoint_name(project(h_BTD, p, lora, "up"), "mlp_up")
+    return project(swiglu(gate, up), p, lora, "down")
+
+
+def embed(params: Any, lora: Bound | None, tokens_BT: jax.Array) -> jax.Array:
+    """Token embeddings ``[B, T, D]``, with the deltas of adapters that target ``embed``."""
+    table = params["embed"]["w"]
+    x = table[tokens_BT]
+    delta = None if lora is None else embedding_delta(tokens_BT, lora.at("embed"), table.shape[1], x.dtype)
+    return x if delta is None else x + delta
+
+
+def logits(params: Any, lora: Bound | None, h_BTD: jax.Array) -> jax.Array:
+    """``[B, T, V]`` float32, with the deltas of adapters that target ``unembed``."""
+    with jax.named_scope("unembed"):
+        out = jnp.einsum("BTD,VD->BTV", h_BTD, unembed_table(params), preferred_element_type=jnp.float32)
+        delta = None if lora is None else batch_delta(h_BTD, lora.at("unembed"), out.shape[-1])
+        return out if delta is None else out + delta.astype(jnp.float32)

@@ -1,0 +1,117 @@
+"""Parameter trees described before they exist: one tree of ``ParamSpec`` yields shapes, init, shardings and sizes.
+
+A model is a nested dict; layers of one kind are one tree whose leaves have a leading ``layers`` axis, scanned by the model.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Tree = Any  # a nested dict of arrays, specs or shardings
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamSpec:
+    """One parameter.
+
+    Attributes:
+        shape: global shape; matrices are ``[in, out]``, stacked ones ``[layers, in, out]``.
+        axes: a logical axis name per dimension, see ``sharding.RULES``.
+        dtype: dtype of the stored array.
+        init: ``normal`` (std ``1/sqrt(fan_in)``), ``zeros`` or ``ones``.
+        fan_in: dimension whose size scales ``normal``; the last but one when None.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    dtype: Any = jnp.float32
+    init: str = "normal"
+    fan_in: int | None = None
+
+    def __post_init__(self):
+        if len(self.shape) != len(self.axes):
+            raise ValueError(f"shape {self.shape} has {len(self.shape)} dimensions but axes {self.axes} name {len(self.axes)}")
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * jnp.dtype(self.dtype).itemsize
+
+    def materialise(self, key: jax.Array) -> jax.Array:
+        if self.init == "zeros":
+            return jnp.zeros(self.shape, self.dtype)
+        if self.init == "ones":
+            return jnp.ones(self.shape, self.dtype)
+        fan_in = self.fan_in if self.fan_in is not None else self.shape[-2]
+        return (jax.random.normal(key, self.shape, jnp.float32) * fan_in**-0.5).astype(self.dtype)
+
+
+def leaves_with_path(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields ``("dense/attn/q/w", leaf)`` of a nested dict."""
+    if isinstance(tree, dict):
+        for name, child in tree.items():
+            yield from leaves_with_path(child, f"{prefix}/{name}" if prefix else name)
+    else:
+        yield prefix, tree
+
+
+def map_with_path(fn: Callable[[str, Any], Any], tree: Tree, prefix: str = "") -> Tree:
+    """``fn(path, leaf)`` over a nested dict, in the same structure."""
+    if isinstance(tree, dict):
+        return {name: map_with_path(fn, child, f"{prefix}/{name}" if prefix else name) for name, child in tree.items()}
+    return fn(prefix, tree)
+
+
+def nest(flat: dict[str, Any]) -> Tree:
+    """``{"dense/attn/q": x}`` -> ``{"dense": {"attn": {"q": x}}}``."""
+    tree: Tree = {}
+    for path, value in flat.items():
+        *parents, name = path.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = value
+    return tree
+
+
+def init(specs: Tree, key: jax.Array) -> Tree:
+    """Random parameters; each leaf's key is folded from its path, so adding a leaf changes no other."""
+    return map_with_path(lambda path, spec: spec.materialise(jax.random.fold_in(key, path_seed(path))), specs)
+
+
+def path_seed(path: str) -> int:
+    """A stable 31-bit number for a path (Python's ``hash`` differs between runs)."""
+    seed = 0
+    for byte in path.encode():
+        seed = (seed * 1000003 ^ byte) & 0x7FFFFFFF
+    return seed
+
+
+def abstract(specs: Tree, shardings: Tree | None = None) -> Tree:
+    """The same tree as ``ShapeDtypeStruct``, for ``jit.lower`` and restore targets."""
+    if shardings is None:
+        return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), specs)
+    return jax.tree.map(lambda s, sh: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sh), specs, shardings)
+
+
+def count(specs: Tree) -> int:
+    """Number of parameters of a tree of specs or arrays."""
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(specs))
+
+
+def nbytes(tree: Tree) -> int:
+    """Bytes of a tree of specs or arrays."""
+    return sum(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
+
+
+def to_host(tree: Tree) -> Tree:
+    """Copies a tree of arrays to numpy."""
+    return jax.tree.map(np.asarray, jax.device_get(tree))

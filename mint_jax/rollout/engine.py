@@ -1,0 +1,238 @@
+"""The sampling engine's door: requests in, completions out.
+
+``DenseEngine`` packs requests into blocks of equal shape and runs ``generate``. A paged engine with continuous batching
+takes its place behind the same two types and the same ``generate`` method.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mint_jax.data.buckets import ShapeBook
+from mint_jax.errors import UserError
+from mint_jax.lora.blocks import bind_blocks, plan_blocks
+from mint_jax.lora.tree import Slot, Stacks, check_resident
+from mint_jax.models.base import Base
+from mint_jax.rollout import generate as program
+from mint_jax.rollout.sample import SamplingParams
+
+CHECK_EVERY = 16  # tokens between two looks of the host at stop strings
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One prompt, sampled ``n`` times.
+
+    Attributes:
+        prompt: token ids, at least one.
+        adapter: None samples the bare base.
+        n: completions wanted.
+        max_tokens: new tokens at most.
+        temperature, top_k, top_p, min_p: see ``SamplingParams``.
+        seed: completion i uses ``seed + i``; the same seed gives the same tokens in any batch.
+        stop_ids: token ids that end a completion; the id itself is kept.
+        stop: strings that end a completion: its text ends before the string, its tokens with the one completing it.
+    """
+
+    prompt: tuple[int, ...]
+    adapter: Slot | None = None
+    n: int = 1
+    max_tokens: int = 64
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    stop_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """One sampled continuation.
+
+    Attributes:
+        tokens: ids, including a final stop id.
+        logprobs: float32, one a token, under the model itself (temperature 1, no filter).
+        finish: ``stop`` or ``length``.
+        text: decoded text before a stop string; None without a tokenizer.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    finish: str
+    text: str | None
+
+
+class _Drawn(NamedTuple):
+    """What the device drew so far, on the host."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    lengths: np.ndarray
+    stopped: np.ndarray
+    done: np.ndarray
+
+    def row(self, r: int) -> tuple[list[int], list[float], bool]:
+        n = self.lengths[r]
+        return self.tokens[r, :n].tolist(), self.logprobs[r, :n].tolist(), bool(self.stopped[r])
+
+
+class DenseEngine:
+    """Samples with a dense cache, one group of blocks at a time.
+
+    Args:
+        base: the resident base.
+        decode: text of token ids, for stop strings and ``Completion.text``; None without a tokenizer.
+        max_rows: rows decoded together at most.
+    """
+
+    def __init__(self, base: Base, decode: Callable[[list[int]], str] | None = None, max_rows: int = 256):
+        self.base = base
+        self.decode = decode
+        self.max_rows = max_rows
+        self.shapes = ShapeBook()
+
+    def generate(
+        self,
+        requests: Sequence[Request],
+        stacks: Stacks | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[list[Completion]]:
+        """Samples every request; results are in the order of the requests, ``n`` completions each.
+
+        Args:
+            stacks: resident adapters, by bucket rank.
+            progress: called with (requests done, requests) after each group.
+
+        Raises:
+            UserError: an empty prompt, one that does not fit the context, token ids outside the vocabulary, or stop
+                strings without a tokenizer. Checked for all requests before the first is run.
+        """
+        for request in requests:
+            self._check(request, stacks or {})
+        out: list[list[Completion]] = [[] for _ in requests]
+        done = 0
+        for n in sorted({r.n for r in requests}):
+            same = [i for i, r in enumerate(requests) if r.n == n]
+            for group in self._groups(same, requests):
+                for i, completions in self._run(group, requests, stacks or {}):
+                    out[i] = completions
+                done += len(group)
+                if progress is not None:
+                    progress(done, len(requests))
+        return out
+
+    def _check(self, request: Request, stacks: Stacks) -> None:
+        context, vocab = self.base.cfg.context, self.base.cfg.vocab_size
+        if not request.prompt:
+            raise UserError("a prompt has no tokens: give at least one (a bos token, say)")
+        if request.max_tokens < 1 or request.n < 1:
+            raise UserError(f"max_tokens is {request.max_tokens} and n is {request.n}; both must be at least 1")
+        if not request.temperature >= 0 or request.top_k < 0 or not 0 < request.top_p <= 1 or not 0 <= request.min_p <= 1:
+            raise UserError(
+                f"temperature {request.temperature}, top_k {request.top_k}, top_p {request.top_p}, min_p {request.min_p}: "
+                "expected temperature >= 0, top_k >= 0 (0: all), 0 < top_p <= 1, 0 <= min_p <= 1"
+            )
+        if len(request.prompt) + request.max_tokens > context:
+            raise UserError(
+                f"a prompt of {len(request.prompt)} tokens and max_tokens {request.max_tokens} exceed the context of {context}: "
+                "shorten the prompt or lower max_tokens"
+            )
+        if min(request.prompt) < 0 or max(request.prompt) >= vocab:
+            wrong = next(token for token in request.prompt if not 0 <= token < vocab)
+            raise UserError(f"a prompt has token id {wrong}; this base has ids 0 to {vocab - 1}")
+        if "" in request.stop:
+            raise UserError("a stop string is empty: remove it, it would end every completion at once")
+        check_resident(request.adapter, stacks)
+        if request.stop and self.decode is None:
+            raise UserError(f"stop strings {request.stop!r} need a tokenizer, and {self.base.directory} has none: use stop_ids")
+
+    def _groups(self, members: list[int], requests: Sequence[Request]) -> list[list[int]]:
+        """Requests that run together: at most ``max_rows`` rows, of similar length where there are more than fit."""
+        per_group = max(1, self.max_rows // requests[members[0]].n)
+        if len(members) > per_group:
+            members = sorted(members, key=lambda i: (len(requests[i].prompt), requests[i].max_tokens))
+        return [members[k : k + per_group] for k in range(0, len(members), per_group)]
+
+    def _run(self, group: list[int], requests: Sequence[Request], stacks: Stacks) -> Iterator[tuple[int, list[Completion]]]:
+        """Samples one group of requests with equal ``n``; yields each request's index and completions."""
+        rollouts = requests[group[0]].n
+        plan = plan_blocks([requests[i].adapter for i in group], self.base.row_multiple)
+        order = [None if k is None else requests[group[k]] for k in plan.order]
+        T, C = self.shapes.fit((max(len(r.prompt) for r in order if r), max(r.max_tokens for r in order if r)), least=(16, 8))
+        prompts, lengths, sampling, limits = _arrays(order, rollouts, min(T, self.base.cfg.context))
+        rows = [r for r in order for _ in range(rollouts)]
+        lora = bind_blocks(plan, stacks, self.base.dtype)
+        args = self.base.params, lora
+        with jax.set_mesh(self.base.mesh):
+            room = {"rollouts": rollouts, "new_tokens": min(C, self.base.cfg.context)}
+            cache, state = program.prefill(*args, prompts, lengths, sampling, limits, cfg=self.base.cfg, **room)
+            watching = any(r and r.stop for r in rows)
+            steps = jnp.int32(CHECK_EVERY if watching else C)
+            while True:
+                state = program.decode(*args, cache, lengths, state, sampling, limits, steps, cfg=self.base.cfg)
+                drawn = _Drawn(*jax.device_get((state.tokens, state.logprobs, state.lengths, state.stopped, state.done)))
+                done = drawn.done
+                if watching:
+                    done = done | [r is not None and self._cut(drawn.row(k)[0], r)[0] is not None for k, r in enumerate(rows)]
+                    state = dataclasses.replace(state, done=jnp.asarray(done))
+                if done.all():
+                    break
+        for k, i in enumerate(plan.order):
+            if i is not None:
+                request = requests[group[i]]
+                mine = range(k * rollouts, (k + 1) * rollouts)
+                yield group[i], [self._completion(*drawn.row(r), request) for r in mine]
+
+    def _cut(self, tokens: list[int], request: Request) -> tuple[int | None, str | None]:
+        """How many tokens it takes to complete the first stop string, and the text before it."""
+        if self.decode is None:
+            return None, None
+        text = self.decode(tokens)
+        if not any(stop in text for stop in request.stop):
+            return None, text
+        low, high = 1, len(tokens)
+        while low < high:  # the shortest prefix whose text already holds a stop string
+            middle = (low + high) // 2
+            if any(stop in self.decode(tokens[:middle]) for stop in request.stop):
+                high = middle
+            else:
+                low = middle + 1
+        text = self.decode(tokens[:low])
+        return low, text[: min(text.find(stop) for stop in request.stop if stop in text)]
+
+    def _completion(self, tokens: list[int], logprobs: list[float], stopped: bool, request: Request) -> Completion:
+        cut, text = self._cut(tokens, request)
+        if cut is not None:
+            tokens, logprobs, stopped = tokens[:cut], logprobs[:cut], True
+        return Completion(tokens, logprobs, "stop" if stopped else "length", text)
+
+
+def _arrays(order: Sequence[Request | None], rollouts: int, room: int) -> tuple[np.ndarray, np.ndarray, SamplingParams, program.Limits]:
+    """Prompts ``[Q, T]``, lengths ``[Q]`` and per-row settings ``[Q G]``; padding has an empty prompt and no tokens to draw."""
+    filled = [r or Request((0,), max_tokens=0) for r in order]
+    prompts = np.zeros((len(order), room), np.int32)
+    for row, request in enumerate(filled):
+        prompts[row, : len(request.prompt)] = request.prompt
+    rows = [r for r in filled for _ in range(rollouts)]
+    stop_ids = np.full((len(rows), max(1, max(len(r.stop_ids) for r in rows))), -1, np.int32)
+    for row, request in enumerate(rows):
+        stop_ids[row, : len(request.stop_ids)] = request.stop_ids
+
+    def column(dtype: type, values: Iterable[float]) -> Any:
+        return np.array(list(values), dtype)
+
+    sampling = SamplingParams(
+        temperature=column(np.float32, (r.temperature for r in rows)),
+        top_k=column(np.int32, (r.top_k for r in rows)),
+        top_p=column(np.float32, (r.top_p for r in rows)),
+        min_p=column(np.float32, (r.min_p for r in rows)),
+        seed=column(np.uint32, ((r.seed + k % rollouts) & 0xFFFFFFFF for k, r in enumerate(rows))),
+    )
+    limits = program.Limits(column(np.int32, (r.max_tokens for r in rows)), stop_ids)  # type: ignore[arg-type]
+    return prompts, column(np.int32, (len(r.prompt) for r in filled)), sampling, limits

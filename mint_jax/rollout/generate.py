@@ -1,0 +1,157 @@
+"""Sampling for all policies in one compiled program: prefill of each prompt once, then lockstep decoding of its rollouts.
+
+The cache has two parts: the prompts' keys and values, shared by the rollouts of a prompt (read once a group, never
+copied), and the new tokens' own. Decoding runs inside one ``while_loop`` until every row is done or ``steps`` are
+over, so the host is asked only when stop strings need it.
+
+Axes: Q prompts (all blocks), G rollouts of a prompt, B = Q G rows, T prompt tokens, C new tokens, V vocab.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from mint_jax.lora.apply import Bound
+from mint_jax.models.config import ModelConfig
+from mint_jax.models.transformer import hidden_states, logits
+from mint_jax.rollout.sample import SamplingParams, sample
+
+
+class Limits(NamedTuple):
+    """Per-row stopping rules.
+
+    Attributes:
+        max_tokens: ``[B]`` int32.
+        stop_ids: ``[B, n]`` int32, padded with -1; a row that draws one is done, and the token is kept.
+    """
+
+    max_tokens: jax.Array
+    stop_ids: jax.Array
+
+
+@struct.dataclass
+class Decoding:
+    """What changes from token to token.
+
+    Attributes:
+        step: tokens drawn so far by rows still running, scalar int32.
+        tokens, logprobs: ``[B, C]``.
+        lengths: ``[B]`` tokens drawn by each row.
+        done: ``[B]`` bool.
+        stopped: ``[B]`` bool: done by a stop id rather than by its length.
+        cache: ``{"dense": {"k": [L, B, C, K, H], "v": ...}}`` of the new tokens.
+    """
+
+    step: jax.Array
+    tokens: jax.Array
+    logprobs: jax.Array
+    lengths: jax.Array
+    done: jax.Array
+    stopped: jax.Array
+    cache: Any
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "rollouts", "new_tokens"))
+def prefill(
+    params: Any,
+    lora: Bound | None,
+    prompts_QT: jax.Array,
+    lengths_Q: jax.Array,
+    sampling: SamplingParams,
+    limits: Limits,
+    *,
+    cfg: ModelConfig,
+    rollouts: int,
+    new_tokens: int,
+) -> tuple[Any, Decoding]:
+    """Runs every prompt once and draws the first token of each of its rollouts.
+
+    Args:
+        prompts_QT: right-padded.
+        lengths_Q: at least 1.
+        rollouts: G; rows of a prompt are consecutive.
+        new_tokens: C, the room for new tokens.
+
+    Returns:
+        The prompts' cache, and the state of decoding after one token.
+    """
+    Q, T = prompts_QT.shape
+    positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (Q, T))
+    h, prompt_cache = hidden_states(params, lora, prompts_QT, positions, cfg, keep_kv=True)
+    last = jnp.take_along_axis(h, (lengths_Q - 1)[:, None, None], axis=1)
+    first = jnp.repeat(logits(params, lora, last)[:, 0], rollouts, axis=0)
+    rows = Q * rollouts
+
+    def room(entry: jax.Array) -> jax.Array:  # [L, Q, T, K, H] -> zeros [L, B, C, K, H]
+        return jnp.zeros((entry.shape[0], rows, new_tokens, *entry.shape[3:]), entry.dtype)
+
+    state = Decoding(
+        step=jnp.int32(0),
+        tokens=jnp.zeros((rows, new_tokens), jnp.int32),
+        logprobs=jnp.zeros((rows, new_tokens), jnp.float32),
+        lengths=jnp.zeros((rows,), jnp.int32),
+        done=limits.max_tokens <= 0,
+        stopped=jnp.zeros((rows,), bool),
+        cache=jax.tree.map(room, prompt_cache),
+    )
+    return prompt_cache, _draw(state, first, sampling, limits)
+
+
+def _draw(state: Decoding, logits_BV: jax.Array, sampling: SamplingParams, limits: Limits) -> Decoding:
+    """Draws the next token of every row that is not done."""
+    token, logprob = sample(logits_BV, sampling, state.step)
+    live = ~state.done
+    hit = jnp.any(token[:, None] == limits.stop_ids, axis=-1) & live
+    lengths = state.lengths + live
+    return dataclasses.replace(
+        state,
+        step=state.step + 1,
+        tokens=state.tokens.at[:, state.step].set(jnp.where(live, token, 0)),
+        logprobs=state.logprobs.at[:, state.step].set(jnp.where(live, logprob, 0.0)),
+        lengths=lengths,
+        done=state.done | hit | (lengths >= limits.max_tokens),
+        stopped=state.stopped | hit,
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("cfg",), donate_argnames=("state",))
+def decode(
+    params: Any,
+    lora: Bound | None,
+    prompt_cache: Any,
+    lengths_Q: jax.Array,
+    state: Decoding,
+    sampling: SamplingParams,
+    limits: Limits,
+    steps: jax.Array,
+    *,
+    cfg: ModelConfig,
+) -> Decoding:
+    """Draws up to ``steps`` more tokens a row, stopping early when all rows are done."""
+    B, C = state.tokens.shape
+    until = jnp.minimum(state.step + steps, C)
+    prompt_of_row = jnp.repeat(lengths_Q, B // lengths_Q.shape[0])
+
+    def body(state: Decoding) -> Decoding:
+        token = jax.lax.dynamic_slice(state.tokens, (0, state.step - 1), (B, 1))
+        position = (prompt_of_row + state.step - 1)[:, None]
+        cache = {kind: {name: (part, state.cache[kind][name]) for name, part in parts.items()} for kind, parts in prompt_cache.items()}
+        lengths = (lengths_Q, state.step - 1)
+        h, kv = hidden_states(params, lora, token, position, cfg, cache=cache, lengths=lengths, keep_kv=True)
+        state = dataclasses.replace(state, cache=_write(state.cache, kv, state.step - 1))
+        return _draw(state, logits(params, lora, h)[:, 0], sampling, limits)
+
+    return jax.lax.while_loop(lambda s: (s.step < until) & ~jnp.all(s.done), body, state)
+
+
+def _write(cache: Any, entries: Any, at: jax.Array) -> Any:
+    """Puts ``[L, B, 1, K, H]`` entries at position ``at`` of ``[L, B, C, K, H]`` caches."""
+
+    def put(old: jax.Array, entry: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_slice_in_dim(old, entry.astype(old.dtype), at, axis=2)
+
+    return jax.tree.map(put, cache, entries)

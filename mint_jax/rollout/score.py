@@ -1,0 +1,102 @@
+"""Log-probabilities of given token sequences under the base or under adapters, mixed in one batch.
+
+Axes: B rows, T tokens.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mint_jax import sharding
+from mint_jax.data.buckets import ShapeBook
+from mint_jax.errors import UserError
+from mint_jax.lora.apply import Bound
+from mint_jax.lora.blocks import bind_blocks, plan_blocks
+from mint_jax.lora.tree import Slot, Stacks, check_resident
+from mint_jax.models.base import Base
+from mint_jax.models.config import ModelConfig
+from mint_jax.models.logprobs import target_logprobs
+from mint_jax.models.transformer import hidden_states
+
+
+@functools.partial(jax.jit, static_argnames=("cfg",))
+def next_token_logprobs(params: Any, lora: Bound | None, tokens_BT: jax.Array, *, cfg: ModelConfig) -> jax.Array:
+    """``log p(tokens[t + 1] | tokens[:t + 1])``, ``[B, T - 1]`` float32."""
+    B, T = tokens_BT.shape
+    inputs = sharding.constrain(tokens_BT[:, :-1], "batch", "tokens")
+    positions = jnp.broadcast_to(jnp.arange(T - 1, dtype=jnp.int32), (B, T - 1))
+    h, _ = hidden_states(params, lora, inputs, positions, cfg)
+    return target_logprobs(params, lora, h, tokens_BT[:, 1:])
+
+
+class Scorer:
+    """Scores sequences of any length in batches of similar length.
+
+    Args:
+        max_tokens: tokens (padding included) of one batch.
+    """
+
+    def __init__(self, base: Base, max_tokens: int = 4096):
+        self.base = base
+        self.max_tokens = max_tokens
+        self._shapes = ShapeBook()
+
+    def logprobs(
+        self,
+        sequences: Sequence[Sequence[int]],
+        adapters: Sequence[Slot | None] | None = None,
+        stacks: Stacks | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[np.ndarray]:
+        """Float32 ``[len - 1]`` per sequence, in the order given: entry i belongs to token i + 1.
+
+        Raises:
+            UserError: an empty sequence, one longer than the context, or ids outside the vocabulary; checked first.
+        """
+        for n, sequence in enumerate(sequences):
+            self._check(n, sequence)
+        adapters = adapters or [None] * len(sequences)
+        for slot in adapters:
+            check_resident(slot, stacks or {})
+        out: list[np.ndarray] = [np.zeros(0, np.float32)] * len(sequences)
+        todo = sorted((i for i, s in enumerate(sequences) if len(s) > 1), key=lambda i: len(sequences[i]), reverse=True)
+        done = len(sequences) - len(todo)
+        while todo:
+            longest = len(sequences[todo[0]])
+            rows = max(1, self.max_tokens // longest)
+            group, todo = todo[:rows], todo[rows:]
+            for i, row in zip(group, self._run([sequences[i] for i in group], [adapters[i] for i in group], stacks or {})):
+                out[i] = row[: len(sequences[i]) - 1]
+            done += len(group)
+            if progress is not None:
+                progress(done, len(sequences))
+        return out
+
+    def _check(self, n: int, sequence: Sequence[int]) -> None:
+        cfg = self.base.cfg
+        if not sequence:
+            raise UserError(f"sequence {n} has no tokens: give at least one")
+        if len(sequence) > cfg.context:
+            raise UserError(f"sequence {n} has {len(sequence)} tokens, more than the context of {cfg.context}: split it")
+        if min(sequence) < 0 or max(sequence) >= cfg.vocab_size:
+            wrong = next(token for token in sequence if not 0 <= token < cfg.vocab_size)
+            raise UserError(f"sequence {n} has token id {wrong}; this base has ids 0 to {cfg.vocab_size - 1}")
+
+    def _run(self, sequences: list[Sequence[int]], adapters: list[Slot | None], stacks: Stacks) -> list[np.ndarray]:
+        plan = plan_blocks(adapters, self.base.row_multiple)
+        (T,) = self._shapes.fit((max(map(len, sequences)),), least=(16,))
+        tokens = np.zeros((len(plan.order), min(T, self.base.cfg.context)), np.int32)
+        placed = [(row, i) for row, i in enumerate(plan.order) if i is not None]
+        for row, i in placed:
+            tokens[row, : len(sequences[i])] = sequences[i]
+        with jax.set_mesh(self.base.mesh):
+            lora = bind_blocks(plan, stacks, self.base.dtype)
+            values = np.asarray(next_token_logprobs(self.base.params, lora, tokens, cfg=self.base.cfg))
+        out: list[np.ndarray] = [np.zeros(0, np.float32)] * len(sequences)
+        for row, i in placed:
+            out[i] = values[row]
+        return out

@@ -1,0 +1,89 @@
+"""The one table from logical axis names to mesh axes, and what follows from it.
+
+Everything else names logical axes. A mesh axis that is absent from the mesh, or has size 1, splits nothing.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mint_jax.errors import UserError
+from mint_jax.params import ParamSpec
+
+Axis = str | tuple[str, ...] | None
+
+RULES: dict[str, Axis] = {
+    # activations
+    "batch": ("data", "fsdp"),
+    "tokens": None,
+    "act_embed": None,
+    # base parameters
+    "layers": None,
+    "embed": "fsdp",
+    "ffw": "tensor",
+    "q_heads": "tensor",
+    "kv_heads": "tensor",
+    "head_dim": None,
+    "experts": "expert",
+    "vocab": "tensor",
+    "norm": None,
+    # adapters: in and out dimensions split as the base's do
+    "slots": None,
+    "rank": None,
+}
+
+
+def partition(axes: Sequence[str | None], mesh: Mesh) -> PartitionSpec:
+    """The ``PartitionSpec`` of an array whose dimensions carry these logical names.
+
+    Raises:
+        ValueError: two dimensions map to the same mesh axis, or a name is not in ``RULES``.
+    """
+    used: set[str] = set()
+    out: list[Axis] = []
+    for name in axes:
+        if name is not None and name not in RULES:
+            raise ValueError(f"logical axis {name!r} is not in sharding.RULES: add a line there")
+        rule = RULES[name] if name is not None else None
+        wanted = (rule,) if isinstance(rule, str) else (rule or ())
+        present = tuple(a for a in wanted if mesh.shape.get(a, 1) > 1)
+        clash = used.intersection(present)
+        if clash:
+            raise ValueError(f"axes {tuple(axes)} map mesh axis {sorted(clash)[0]!r} to two dimensions: change sharding.RULES")
+        used.update(present)
+        out.append(present[0] if len(present) == 1 else (present or None))
+    return PartitionSpec(*out)
+
+
+def sharding_of(spec: ParamSpec, mesh: Mesh) -> NamedSharding:
+    """The sharding of one parameter; a dimension that its mesh axes do not divide is an error.
+
+    Raises:
+        UserError: naming the dimension, the mesh axis and the remedy.
+    """
+    pspec = partition(spec.axes, mesh)
+    for size, name, entry in zip(spec.shape, spec.axes, pspec):
+        ways = 1
+        for axis in (entry,) if isinstance(entry, str) else (entry or ()):
+            ways *= mesh.shape[axis]
+        if size % ways:
+            raise UserError(
+                f"mesh axis {entry!r} splits {ways} ways, which does not divide dimension {name!r} of size {size}: "
+                f"choose mesh sizes that divide it (--config.mesh.tensor, .fsdp, .expert)"
+            )
+    return NamedSharding(mesh, pspec)
+
+
+def shardings(specs: Any, mesh: Mesh) -> Any:
+    """A tree of ``NamedSharding`` for a tree of ``ParamSpec``."""
+    return jax.tree.map(lambda spec: sharding_of(spec, mesh), specs)
+
+
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+    """Pins the sharding of an activation inside ``jit``; does nothing where no mesh is set."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, partition(axes, mesh))  # type: ignore[arg-type]

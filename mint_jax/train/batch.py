@@ -1,0 +1,237 @@
+"""Sequences of many policies -> one padded batch.
+
+A *group* is a prefix and the sequences that continue it: a prompt and its rollouts, a prompt with a chosen and a rejected
+answer, or nothing and one text. A row keeps the prefix once; each sequence is a segment whose parent is the prefix
+segment. A sequence of c target tokens enters as c tokens, the last of the prefix first, so that every target is predicted
+from the position before it. Only target positions reach the unembedding.
+
+Axes: P policies, B rows of a policy, T tokens of a row, M target positions of a row, Z pairs of a policy.
+"""
+
+import dataclasses
+from collections.abc import Sequence as Seq
+
+import jax
+import numpy as np
+from flax import struct
+
+from mint_jax.data.buckets import ShapeBook
+from mint_jax.errors import UserError
+from mint_jax.train.losses import Targets
+
+
+@dataclasses.dataclass
+class Sequence:
+    """Target tokens and what the loss knows of each; lists are as long as ``tokens``.
+
+    Attributes:
+        tokens: the continuation of the group's prefix.
+        weights: 0 for tokens that are no target (they are still read).
+        advantages, old_logp, ref_logp: default 0.
+    """
+
+    tokens: list[int]
+    weights: list[float]
+    advantages: list[float] | None = None
+    old_logp: list[float] | None = None
+    ref_logp: list[float] | None = None
+
+
+@dataclasses.dataclass
+class Group:
+    """A prefix of at least one token, and the sequences that continue it.
+
+    Attributes:
+        pair_weight: for DPO: the weight of the pair (chosen, rejected) that the two sequences form; 0 is no pair.
+    """
+
+    prefix: list[int]
+    sequences: list[Sequence]
+    pair_weight: float = 0.0
+
+
+@struct.dataclass
+class Batch:
+    """Rows of P policies.
+
+    Attributes:
+        tokens, positions, own, parent: ``[P, B, T]`` int32; ``own`` and ``parent`` are segments, 0 is padding.
+        index: ``[P, B, M]`` position in the row whose hidden state predicts the target.
+        target: ``[P, B, M]`` token ids.
+        loss: targets of the loss, ``[P, B, M]`` and ``[P, Z]``.
+    """
+
+    tokens: jax.Array
+    positions: jax.Array
+    own: jax.Array
+    parent: jax.Array
+    index: jax.Array
+    target: jax.Array
+    loss: Targets
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """P, B, T, M."""
+        return (*self.tokens.shape, self.index.shape[-1])  # type: ignore[return-value]
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a sequence's targets went: ``batch.index[policy, row, start : start + count]``."""
+
+    policy: int
+    row: int
+    start: int
+    count: int
+
+
+@dataclasses.dataclass
+class _Row:
+    pieces: list[tuple[list[int], list[tuple[int, Sequence]]]]  # (prefix, [(sequence number, sequence)])
+    tokens: int
+    targets: int
+
+
+def cost(group: Group) -> int:
+    """Tokens that a group takes in a row."""
+    return len(group.prefix) - 1 + sum(len(s.tokens) for s in group.sequences)
+
+
+def padded_tokens(groups: Seq[Group]) -> int:
+    """Tokens of one policy's rows, each as long as its largest group."""
+    room = max(map(cost, groups))
+    return len(_rows(groups, room)) * room
+
+
+def pack(
+    policies: Seq[Seq[Group]],
+    shapes: ShapeBook,
+    row_tokens: int | None = None,
+    context: int | None = None,
+    row_multiple: int = 1,
+) -> tuple[Batch, list[list[Place]]]:
+    """Packs each policy's groups into rows, first fit by decreasing size.
+
+    Args:
+        shapes: keeps (B, T, M, Z) among few values.
+        row_tokens: length of a row; by default that of the largest group. A larger group is split, its prefix repeated.
+        context: refuse a sequence that, with its prefix, is longer.
+        row_multiple: rows of a policy are a multiple of this (the data axes of a mesh).
+
+    Returns:
+        The batch, and per policy the place of each sequence in the order given.
+
+    Raises:
+        UserError: no sequences, an empty prefix, a policy with pairs and a group that is not two sequences, or a sequence
+            longer than ``context``.
+    """
+    if not policies or any(not any(g.sequences for g in groups) for groups in policies):
+        raise UserError("a policy has no sequences to train on: its dataset or its rollouts are empty")
+    for groups in policies:
+        paired = any(g.pair_weight for g in groups)
+        for group in groups:
+            _check(group, context, paired)
+    longest = max(len(g.prefix) - 1 + len(s.tokens) for groups in policies for g in groups for s in g.sequences)
+    room = max(longest, row_tokens or max(cost(g) for groups in policies for g in groups))
+    packed = [_rows(groups, room) for groups in policies]
+    pairs = [[g.pair_weight for g in groups] if any(g.pair_weight for g in groups) else [] for groups in policies]
+    most = max(len(rows) for rows in packed)
+    needed = (
+        -(-most // row_multiple),
+        max(row.tokens for rows in packed for row in rows),
+        max(row.targets for rows in packed for row in rows),
+        max(map(len, pairs)),
+    )
+    if needed[3]:
+        rows_m, T, M, Z = shapes.fit(needed, least=(1, 16, 8, 1))
+    else:
+        (rows_m, T, M), Z = shapes.fit(needed[:3], least=(1, 16, 8)), 0
+    return _fill(packed, (len(policies), rows_m * row_multiple, T, M, Z), pairs)
+
+
+def _check(group: Group, context: int | None, paired: bool) -> None:
+    if not group.prefix:
+        raise UserError("a group has an empty prefix: the first token needs one before it (a bos token, say)")
+    if paired and len(group.sequences) != 2:
+        raise UserError(
+            f"a preference pair has {len(group.sequences)} sequences; expected 2, the chosen and the rejected answer, "
+            "in every group of a policy that has pairs"
+        )
+    for s in group.sequences:
+        if not s.tokens or len(s.weights) != len(s.tokens):
+            raise UserError(f"a sequence has {len(s.tokens)} tokens and {len(s.weights)} weights; expected the same number, at least 1")
+        if context is not None and len(group.prefix) + len(s.tokens) > context:
+            raise UserError(
+                f"a prompt of {len(group.prefix)} and a continuation of {len(s.tokens)} tokens exceed the context of {context}: "
+                "shorten them or drop the example"
+            )
+
+
+def _rows(groups: Seq[Group], room: int) -> list[_Row]:
+    pieces, number = [], 0
+    for group in groups:
+        members: list[tuple[int, Sequence]] = []
+        used = len(group.prefix) - 1
+        for s in group.sequences:
+            if members and used + len(s.tokens) > room:
+                pieces.append((group.prefix, members, used))
+                members, used = [], len(group.prefix) - 1
+            members.append((number, s))
+            used += len(s.tokens)
+            number += 1
+        if members:
+            pieces.append((group.prefix, members, used))
+    rows: list[_Row] = []
+    for prefix, members, used in sorted(pieces, key=lambda p: -p[2]):
+        targets = sum(int(np.count_nonzero(s.weights)) for _, s in members)
+        row = next((r for r in rows if r.tokens + used <= room), None)
+        if row is None:
+            row = _Row([], 0, 0)
+            rows.append(row)
+        row.pieces.append((prefix, members))
+        row.tokens += used
+        row.targets += targets
+    return rows
+
+
+def _fill(packed: list[list[_Row]], shape: tuple[int, int, int, int, int], pairs: list[list[float]]) -> tuple[Batch, list[list[Place]]]:
+    P, B, T, M, Z = shape
+    ints = {name: np.zeros((P, B, T), np.int32) for name in ("tokens", "positions", "own", "parent")}
+    index, target, sequence = (np.zeros((P, B, M), np.int32) for _ in range(3))
+    floats = {name: np.zeros((P, B, M), np.float32) for name in ("weights", "advantages", "old_logp", "ref_logp")}
+    weights_PZ = np.zeros((P, Z), np.float32)
+    places: list[list[Place]] = []
+    for p, rows in enumerate(packed):
+        found: dict[int, Place] = {}
+        for b, row in enumerate(rows):
+            at, out, segment = 0, 0, 0
+            for prefix, members in row.pieces:
+                segment += 1
+                shared = segment
+                span = slice(at, at + len(prefix) - 1)
+                ints["tokens"][p, b, span] = prefix[:-1]
+                ints["positions"][p, b, span] = np.arange(len(prefix) - 1)
+                ints["own"][p, b, span] = ints["parent"][p, b, span] = shared
+                at = span.stop
+                for number, s in members:
+                    segment += 1
+                    span = slice(at, at + len(s.tokens))
+                    ints["tokens"][p, b, span] = [prefix[-1], *s.tokens[:-1]]
+                    ints["positions"][p, b, span] = len(prefix) - 1 + np.arange(len(s.tokens))
+                    ints["own"][p, b, span] = segment
+                    ints["parent"][p, b, span] = shared
+                    chosen = np.flatnonzero(s.weights)
+                    to = slice(out, out + len(chosen))
+                    index[p, b, to] = at + chosen
+                    target[p, b, to] = np.asarray(s.tokens)[chosen]
+                    sequence[p, b, to] = number
+                    for name, array in floats.items():
+                        values = getattr(s, name)
+                        if values is not None:
+                            array[p, b, to] = np.asarray(values)[chosen]
+                    found[number] = Place(p, b, to.start, len(chosen))
+                    at, out = span.stop, to.stop
+        places.append([found[i] for i in sorted(found)])
+        weights_PZ[p, : len(pairs[p])] = pairs[p]
+    loss = Targets(**floats, sequence=sequence, pair_weights=weights_PZ)  # type: ignore[arg-type]
+    return Batch(**ints, index=index, target=target, loss=loss), places  # type: ignore[arg-type]

@@ -1,0 +1,179 @@
+"""Training state of many policies: adapters, AdamW moments, gradient sums and counters, stacked by rank bucket.
+
+Only policies in training are here. Everything of one policy is one slot of one bucket, so that resuming, switching or
+dropping a policy is a slot operation, and the base appears nowhere.
+
+Axes: L layers, S slots, R rank, D in, F out.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from mint_jax import params as params_lib
+from mint_jax.errors import UserError, choice
+from mint_jax.lora import tree as lora_tree
+from mint_jax.lora.tree import AdapterConfig, AdapterStack
+
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW of one policy (arXiv 1711.05101) and its learning-rate schedule.
+
+    Attributes:
+        learning_rate: peak value.
+        warmup_steps: linear from 0.
+        schedule: after warm-up: ``constant``, or ``linear`` / ``cosine`` down to ``final_fraction`` of the peak at ``total_steps``.
+        max_grad_norm: clip the policy's own global gradient norm; 0 switches it off.
+    """
+
+    learning_rate: float = 1e-4
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    warmup_steps: int = 0
+    total_steps: int = 0
+    schedule: str = "constant"
+    final_fraction: float = 0.0
+
+    def __post_init__(self):
+        if self.schedule not in SCHEDULES:
+            raise choice("schedule", self.schedule, SCHEDULES)
+        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
+            raise UserError(
+                f"total_steps is {self.total_steps} and warmup_steps {self.warmup_steps}; "
+                f"schedule {self.schedule!r} needs total_steps > warmup_steps"
+            )
+        if not (self.learning_rate >= 0 and math.isfinite(self.learning_rate)):
+            raise UserError(f"learning_rate is {self.learning_rate}; expected a finite number >= 0")
+
+
+@struct.dataclass
+class Hyper:
+    """``OptimizerConfig`` as arrays ``[S]``."""
+
+    learning_rate: jax.Array
+    b1: jax.Array
+    b2: jax.Array
+    eps: jax.Array
+    weight_decay: jax.Array
+    max_grad_norm: jax.Array
+    warmup_steps: jax.Array
+    total_steps: jax.Array
+    schedule: jax.Array
+    final_fraction: jax.Array
+
+    @classmethod
+    def zeros(cls, slots: int) -> "Hyper":
+        return cls(*(jnp.zeros((slots,), jnp.float32) for _ in dataclasses.fields(cls)))
+
+    def put(self, slot: int, config: OptimizerConfig) -> "Hyper":
+        values = dataclasses.asdict(config)
+        values["schedule"] = SCHEDULES.index(config.schedule)
+        values["max_grad_norm"] = config.max_grad_norm or math.inf
+        return Hyper(*(getattr(self, f.name).at[slot].set(values[f.name]) for f in dataclasses.fields(self)))
+
+
+@struct.dataclass
+class TrainStack:
+    """S policies of one rank bucket in training.
+
+    Attributes:
+        adapters: their factors and scales.
+        opt: optax state; moments ``[L, S, R, D]``, counts ``[S]``.
+        grad_sum: gradients accumulated since the last update, like the factors.
+        hyper: ``[S]`` each.
+        steps: updates applied, ``[S]`` int32.
+        skipped: updates refused because the gradient was not finite, ``[S]`` int32.
+    """
+
+    adapters: AdapterStack
+    opt: Any
+    grad_sum: Any
+    hyper: Hyper
+    steps: jax.Array
+    skipped: jax.Array
+
+
+State = dict[int, TrainStack]  # bucket rank -> stack
+
+
+def optimizer(hyper: Hyper | None = None, learning_rate: jax.Array | float = 0.0) -> optax.GradientTransformationExtraArgs:
+    """AdamW after clipping by the global norm, with every hyperparameter as state (``inject_hyperparams``)."""
+
+    def make(learning_rate, b1, b2, eps, weight_decay, max_grad_norm):
+        adamw = optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
+        return optax.chain(optax.clip_by_global_norm(max_grad_norm), adamw)
+
+    names = ("b1", "b2", "eps", "weight_decay", "max_grad_norm")
+    values = {name: getattr(hyper, name) if hyper is not None else 0.0 for name in names}
+    return optax.inject_hyperparams(make, hyperparam_dtype=jnp.float32)(learning_rate, **values)
+
+
+def slot_axis(leaf: jax.Array) -> int:
+    """Factors and moments carry slots on axis 1, per-policy numbers on axis 0."""
+    return lora_tree.SLOT_AXIS if leaf.ndim > 1 else 0
+
+
+def empty(base_specs: Any, configs: list[AdapterConfig], slots: dict[int, int] | None = None) -> State:
+    """A state with room for these adapters, one slot each unless ``slots`` says how many a bucket has."""
+    counts: dict[int, int] = {}
+    targets: dict[int, list[str]] = {}
+    for config in configs:
+        counts[config.bucket] = counts.get(config.bucket, 0) + 1
+        targets.setdefault(config.bucket, []).extend(t for t in config.targets if t not in targets.get(config.bucket, []))
+    out = {}
+    for bucket in sorted(counts):
+        room = (slots or counts)[bucket]
+        stack = lora_tree.empty_stack(base_specs, targets[bucket], bucket, room)
+        zeros = jax.tree.map(jnp.zeros_like, stack.factors)
+        one_slot = jax.tree.map(lambda x: x[:, 0], stack.factors)
+        fresh = optimizer().init(one_slot)
+        opt = jax.tree.map(functools.partial(_spread, room), fresh)
+        counters = jnp.zeros((room,), jnp.int32)
+        out[bucket] = TrainStack(stack, opt, zeros, Hyper.zeros(room), counters, jnp.zeros_like(counters))
+    return out
+
+
+def _spread(slots: int, leaf: Any) -> jax.Array:
+    """One policy's optimizer leaf -> that leaf for all slots."""
+    leaf = jnp.asarray(leaf)
+    axis = 0 if leaf.ndim == 0 else lora_tree.SLOT_AXIS
+    return jnp.zeros((*leaf.shape[:axis], slots, *leaf.shape[axis:]), leaf.dtype)
+
+
+def start(state: State, config: AdapterConfig, slot: int, adapter: Any, opt: OptimizerConfig) -> State:
+    """Puts a policy into a slot with fresh moments and counters; all other slots stay as they are."""
+    stack = state[config.bucket]
+    fresh = TrainStack(
+        adapters=lora_tree.write_slot(stack.adapters, slot, adapter, config.scale),
+        opt=_zero_slot(stack.opt, slot),
+        grad_sum=_zero_slot(stack.grad_sum, slot),
+        hyper=stack.hyper.put(slot, opt),
+        steps=stack.steps.at[slot].set(0),
+        skipped=stack.skipped.at[slot].set(0),
+    )
+    return {**state, config.bucket: fresh}
+
+
+def _zero_slot(tree: Any, slot: int) -> Any:
+    def zero(x: jax.Array) -> jax.Array:
+        return x.at[slot].set(0) if slot_axis(x) == 0 else x.at[:, slot].set(0)
+
+    return jax.tree.map(zero, tree)
+
+
+def bytes_per_policy(state: State, bucket: int) -> int:
+    """Device bytes that one more policy of this bucket costs: factors, two moments, gradient sum, scalars."""
+    stack = state[bucket]
+    return params_lib.nbytes(stack) // stack.steps.shape[0]

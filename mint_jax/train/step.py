@@ -1,0 +1,174 @@
+"""The multi-policy step: one forward and backward through the base for all policies' rows, then each policy's own update.
+
+``forward_backward`` adds to the policies' gradient sums and returns logprobs and metrics; ``optim_step`` applies AdamW with
+each policy's own hyperparameters. The base is an argument that is read; no gradient of it is ever formed.
+
+Rows of a batch are policy blocks ordered as ``slots`` lists them: buckets by rank, then slots as given.
+
+Axes: P policies, B rows of a policy, T tokens, M targets of a row, S slots.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from mint_jax import sharding
+from mint_jax.lora import tree as lora_tree
+from mint_jax.lora.apply import Bound
+from mint_jax.models import transformer
+from mint_jax.models.attention import Segments
+from mint_jax.models.config import ModelConfig
+from mint_jax.models.logprobs import target_logprobs
+from mint_jax.train import state as state_lib
+from mint_jax.train.batch import Batch
+from mint_jax.train.losses import LossCoefs, policy_loss
+from mint_jax.train.state import SCHEDULES, Hyper, State
+
+Slots = dict[int, jax.Array]  # bucket rank -> [n] int32, distinct slots
+
+
+def batch_logprobs(params: Any, lora: Bound | None, batch: Batch, cfg: ModelConfig, remat: str = "none") -> jax.Array:
+    """``log p(target)`` of every target of a batch, ``[P, B, M]`` float32."""
+    P, B, T, M = batch.shape
+    rows = P * B
+
+    def flat(x: jax.Array) -> jax.Array:
+        return sharding.constrain(x.reshape(rows, x.shape[-1]), "batch", "tokens")
+
+    segments = Segments(flat(batch.own), flat(batch.parent))
+    h, _ = transformer.hidden_states(params, lora, flat(batch.tokens), flat(batch.positions), cfg, segments=segments, remat=remat)
+    picked = jnp.take_along_axis(h, flat(batch.index)[..., None], axis=1)
+    return target_logprobs(params, lora, picked, flat(batch.target)).reshape(P, B, M)
+
+
+@functools.partial(jax.jit, static_argnames=("cfg",))
+def score(params: Any, batch: Batch, *, cfg: ModelConfig) -> jax.Array:
+    """Logprobs of a batch under the bare base: the reference of KL terms and DPO costs no second model."""
+    return batch_logprobs(params, None, batch, cfg)
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "remat"), donate_argnames=("state",))
+def forward_backward(
+    params: Any, state: State, batch: Batch, coefs: LossCoefs, slots: Slots, *, cfg: ModelConfig, remat: str = "none"
+) -> tuple[State, jax.Array, dict[str, jax.Array]]:
+    """Adds each policy's gradient to its sum.
+
+    Args:
+        params: the frozen base.
+        state: only ``grad_sum`` changes. Donated.
+        batch: P policies in the order of ``slots``.
+        coefs: ``[P]`` each.
+        slots: which slot each policy is.
+        remat: a key of ``transformer.REMAT``.
+
+    Returns:
+        The state, logprobs ``[P, B, M]`` and metrics ``[P]``.
+    """
+    dtype = params["final_norm"].dtype
+    buckets = sorted(slots)
+    taken = {b: lora_tree.take_slots(state[b].adapters.factors, slots[b]) for b in buckets}
+
+    def loss(taken):
+        parts = [(taken[b], state[b].adapters.scale[slots[b]]) for b in buckets]
+        logp = batch_logprobs(params, lora_tree.bind(parts, dtype=dtype), batch, cfg, remat)
+        losses, metrics = jax.vmap(policy_loss)(logp, batch.loss, coefs)
+        # A policy's loss depends on its own adapter only, so the gradient of the sum is every policy's own gradient.
+        return jnp.sum(losses), (logp, metrics | {"loss": losses})
+
+    grads, (logp, metrics) = jax.grad(loss, has_aux=True)(taken)
+    new = dict(state)
+    for b in buckets:
+        add = functools.partial(_add_at, slots[b])
+        new[b] = dataclasses.replace(state[b], grad_sum=jax.tree.map(add, state[b].grad_sum, grads[b]))
+    return new, logp, metrics
+
+
+def _add_at(slots: jax.Array, total: jax.Array, part: jax.Array) -> jax.Array:
+    return total.at[:, slots].add(part.astype(total.dtype))
+
+
+@functools.partial(jax.jit, donate_argnames=("state",))
+def optim_step(state: State, slots: Slots) -> tuple[State, dict[str, jax.Array]]:
+    """Updates the named policies from their gradient sums and clears these; every other slot is untouched.
+
+    A policy whose gradient is not finite keeps its adapter and moments, and its ``skipped`` count rises.
+
+    Returns:
+        The state, and ``[P]`` metrics in the order of ``slots``: ``grad_norm`` (before clipping), ``learning_rate``, ``skipped``.
+    """
+    new, rows = dict(state), []
+    for b in sorted(slots):
+        # One policy after the other: AdamW is bound by memory, and this way it needs room for one.
+        policies = slots[b].shape[0]
+        _, one = jax.eval_shape(_update_slot, state[b], slots[b][0])
+        zeros = {name: jnp.zeros((policies,), x.dtype) for name, x in one.items()}
+        new[b], metrics = jax.lax.fori_loop(0, policies, functools.partial(_update_nth, slots[b]), (state[b], zeros))
+        rows.append(metrics)
+    return new, jax.tree.map(lambda *parts: jnp.concatenate(parts), *rows)
+
+
+def _update_nth(slots: jax.Array, n: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+    stack, rows = carry
+    stack, metrics = _update_slot(stack, slots[n])
+    return stack, jax.tree.map(lambda all_, one: all_.at[n].set(one), rows, metrics)
+
+
+def _update_slot(stack: state_lib.TrainStack, slot: jax.Array) -> tuple[state_lib.TrainStack, dict[str, jax.Array]]:
+    """AdamW for one slot of a stack, in place."""
+    mine = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, slot, state_lib.slot_axis(x), keepdims=False), stack)
+    # Behind a condition that always holds: fused with the writes below, the reads above would work on copies of the whole stack.
+    mine, metrics = jax.lax.cond(slot >= 0, _update_one, lambda x: _zeros_like(_update_one, x), mine)
+
+    def put(old: jax.Array, part: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(old, part, slot, state_lib.slot_axis(old))
+
+    return jax.tree.map(put, stack, mine), metrics
+
+
+def _zeros_like(fn: Any, *args: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(fn, *args))
+
+
+def _update_one(stack: state_lib.TrainStack) -> tuple[state_lib.TrainStack, dict[str, jax.Array]]:
+    """AdamW for one policy: the leaves of a ``TrainStack`` without their slot axis."""
+    grads, factors = stack.grad_sum, stack.adapters.factors
+    rate = scheduled_rate(stack.hyper, stack.steps)
+    transform = state_lib.optimizer(stack.hyper, rate)
+    hyperparams = {**stack.opt.hyperparams, **_hyperparams(stack.hyper, rate)}
+    updates, opt = transform.update(grads, stack.opt._replace(hyperparams=hyperparams), factors)
+    norm = optax.global_norm(grads)
+    fine = jnp.isfinite(norm)
+
+    def keep(new: Any, old: Any) -> Any:
+        return jax.tree.map(lambda n, o: jnp.where(fine, n, o), new, old)
+
+    done = dataclasses.replace(
+        stack,
+        adapters=dataclasses.replace(stack.adapters, factors=keep(optax.apply_updates(factors, updates), factors)),
+        opt=keep(opt, stack.opt),
+        grad_sum=jax.tree.map(jnp.zeros_like, grads),
+        steps=stack.steps + fine,
+        skipped=stack.skipped + ~fine,
+    )
+    return done, {"grad_norm": norm, "learning_rate": rate, "skipped": (~fine).astype(jnp.float32)}
+
+
+def _hyperparams(hyper: Hyper, rate: jax.Array) -> dict[str, jax.Array]:
+    names = ("b1", "b2", "eps", "weight_decay", "max_grad_norm")
+    return {"learning_rate": rate} | {name: getattr(hyper, name) for name in names}
+
+
+def scheduled_rate(hyper: Hyper, steps: jax.Array) -> jax.Array:
+    """The learning rate of the update that follows ``steps`` updates; elementwise over policies."""
+    step = steps.astype(jnp.float32) + 1.0
+    warm = jnp.minimum(step / jnp.maximum(hyper.warmup_steps, 1.0), 1.0)
+    span = jnp.maximum(hyper.total_steps - hyper.warmup_steps, 1.0)
+    progress = jnp.clip((step - 1.0 - hyper.warmup_steps) / span, 0.0, 1.0)
+    cosine = 0.5 * (1 + jnp.cos(jnp.pi * progress))
+    kind = hyper.schedule
+    shape = jnp.where(kind == SCHEDULES.index("linear"), 1 - progress, jnp.where(kind == SCHEDULES.index("cosine"), cosine, 1.0))
+    return hyper.learning_rate * warm * (hyper.final_fraction + (1 - hyper.final_fraction) * shape)

@@ -1,0 +1,265 @@
+"""Many policies in training over one resident base: names to slots, groups to batches, batches to updates.
+
+The host-side object that jobs, benches and the service share. It owns the training state and nothing else: no files, no
+prompts, no rewards.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from mint_jax import params as params_lib
+from mint_jax.data.buckets import ShapeBook
+from mint_jax.errors import UserError, choice
+from mint_jax.lora import tree as lora_tree
+from mint_jax.lora.tree import AdapterConfig, Slot, Stacks
+from mint_jax.models import transformer
+from mint_jax.models.base import Base
+from mint_jax.train import state as state_lib
+from mint_jax.train import step as step_lib
+from mint_jax.train.batch import Batch, Group, Place, pack, padded_tokens
+from mint_jax.train.losses import KINDS, KL_KINDS, LossCoefs
+from mint_jax.train.state import OptimizerConfig, State
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+    """One policy's loss; see ``losses`` for the formulas.
+
+    Attributes:
+        kind: a name in ``losses.KINDS``.
+        clip_low, clip_high: PPO and CISPO clipping.
+        kl_kind, kl: KL to the base.
+        band_low, band_high: probability ratios outside are masked; ``inf`` above and 0 below switch it off.
+        dpo_beta: DPO only.
+    """
+
+    kind: str = "ppo"
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    kl_kind: str = "none"
+    kl: float = 0.0
+    band_low: float = 0.0
+    band_high: float = float("inf")
+    dpo_beta: float = 0.1
+
+    def __post_init__(self):
+        if self.kind not in KINDS:
+            raise choice("loss", self.kind, KINDS)
+        if self.kl_kind not in KL_KINDS:
+            raise choice("kl_kind", self.kl_kind, KL_KINDS)
+        if self.kl_kind == "k1" and not self.samples:
+            raise UserError(f"kl_kind 'k1' adjusts advantages, which loss {self.kind!r} has none of: use 'k3' or 'none'")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the base's logprobs enter the loss."""
+        return self.kind == "dpo" or (self.kl_kind != "none" and self.kl != 0.0)
+
+    @property
+    def samples(self) -> bool:
+        """Whether targets were drawn by a sampler, whose logprobs they carry."""
+        return self.kind not in ("cross_entropy", "dpo")
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyConfig:
+    """What defines one policy in training."""
+
+    name: str
+    adapter: AdapterConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    loss: LossConfig = LossConfig()
+    seed: int = 0
+
+
+def stack_coefs(configs: Sequence[LossConfig]) -> LossCoefs:
+    """``LossCoefs`` of ``[P]`` arrays."""
+
+    def column(name: str) -> np.ndarray:
+        values = [getattr(c, name) for c in configs]
+        if name == "kind":
+            return np.array([KINDS.index(v) for v in values], np.int32)
+        if name == "kl_kind":
+            return np.array([KL_KINDS.index(v) for v in values], np.int32)
+        return np.array(values, np.float32)
+
+    return LossCoefs(*(column(name) for name in LossCoefs._fields))  # type: ignore[arg-type]
+
+
+class Trainer:
+    """The policies in training and their state on the devices.
+
+    Args:
+        base: the resident base; read, never written.
+        policies: names must differ.
+        max_tokens: tokens of one forward and backward, rows filled up to the longest of a policy; larger updates accumulate
+            over several.
+        remat: what the backward pass keeps, a key of ``transformer.REMAT``.
+
+    Raises:
+        UserError: duplicate names, a rank or target the base cannot have.
+    """
+
+    def __init__(self, base: Base, policies: Sequence[PolicyConfig], max_tokens: int = 16384, remat: str = "names"):
+        if remat not in transformer.REMAT:
+            raise choice("remat", remat, transformer.REMAT)
+        names = [p.name for p in policies]
+        if len(set(names)) != len(names):
+            raise UserError(f"policy names {names} are not distinct: rename one")
+        self.base = base
+        self.policies = {p.name: p for p in policies}
+        self.max_tokens = max_tokens
+        self.remat = remat
+        self.specs = transformer.abstract(base.cfg)
+        self.shapes = ShapeBook()
+        self.slots = self._assign(policies)
+        with jax.set_mesh(base.mesh):
+            self.state: State = jax.jit(self._fresh)(np.array([p.seed & 0xFFFFFFFF for p in policies], np.uint32))
+
+    def _fresh(self, seeds: jax.Array) -> State:
+        """The state before the first step, as one program."""
+        policies = list(self.policies.values())
+        state = state_lib.empty(self.specs, [p.adapter for p in policies])
+        for p, seed in zip(policies, seeds):
+            fresh = lora_tree.init_adapter(self.specs, p.adapter, jax.random.key(seed))
+            state = state_lib.start(state, p.adapter, self.slots[p.name].index, fresh, p.optimizer)
+        return state
+
+    @staticmethod
+    def _assign(policies: Sequence[PolicyConfig]) -> dict[str, Slot]:
+        taken: dict[int, int] = {}
+        slots = {}
+        for p in policies:
+            bucket = p.adapter.bucket
+            slots[p.name] = Slot(bucket, taken.get(bucket, 0))
+            taken[bucket] = taken.get(bucket, 0) + 1
+        return slots
+
+    @property
+    def stacks(self) -> Stacks:
+        """The adapters as the sampling engine takes them: the very arrays that training updates, no copy."""
+        return {bucket: stack.adapters for bucket, stack in self.state.items()}
+
+    def _order(self, names: Sequence[str]) -> list[str]:
+        """Policies in block order: by bucket, then slot."""
+        if not names:
+            raise UserError("no policies are named: give at least one")
+        unknown = [n for n in names if n not in self.slots]
+        if unknown:
+            raise UserError(f"policy {unknown[0]!r} is not in training; policies are {', '.join(self.slots)}")
+        return sorted(names, key=lambda name: self.slots[name])
+
+    def _slot_arrays(self, ordered: Sequence[str]) -> dict[int, np.ndarray]:
+        buckets = sorted({self.slots[n].bucket for n in ordered})
+        return {b: np.array([self.slots[n].index for n in ordered if self.slots[n].bucket == b], np.int32) for b in buckets}
+
+    def _passes(self, groups: Mapping[str, Sequence[Group]], ordered: Sequence[str]) -> list[list[list[Group]]]:
+        """Micro-batches: each a list of groups for every policy, within ``max_tokens`` if single groups allow it."""
+        budget = max(1, self.max_tokens // len(ordered))
+        queues = {n: list(groups[n]) for n in ordered}
+        passes = []
+        while any(queues.values()):
+            chunk = []
+            for n in ordered:
+                taken: list[Group] = []
+                while queues[n] and (not taken or padded_tokens([*taken, queues[n][0]]) <= budget):
+                    taken.append(queues[n].pop(0))
+                chunk.append(taken)
+            passes.append(chunk)
+        return passes
+
+    def _pack(self, chunk: list[list[Group]]) -> tuple[Batch, list[list[Place]]]:
+        return pack(chunk, self.shapes, context=self.base.cfg.context, row_multiple=self.base.row_multiple)
+
+    def _reference(self, groups: list[list[Group]]) -> None:
+        """Fills each ``ref_logp`` that a pass lacks with the bare base's logprobs (0 at tokens that are no target)."""
+        batch, places = self._pack(groups)  # in the shape that training has: nothing more to compile as lengths vary
+        with jax.set_mesh(self.base.mesh):
+            logp = np.asarray(step_lib.score(self.base.params, batch, cfg=self.base.cfg))
+        for chunk, where in zip(groups, places):
+            for s, place in zip([s for g in chunk for s in g.sequences], where):
+                if s.ref_logp is not None:
+                    continue
+                values = np.zeros(len(s.tokens), np.float32)
+                values[np.flatnonzero(s.weights)] = logp[place.policy, place.row, place.start : place.start + place.count]
+                s.ref_logp = values.tolist()
+
+    def forward_backward(self, groups: Mapping[str, Sequence[Group]]) -> dict[str, dict[str, float]]:
+        """Adds the gradients of each policy's groups to its sum; metrics per policy, summed over its tokens.
+
+        Reference logprobs are computed here for policies whose loss needs them and whose sequences lack them.
+        """
+        ordered = self._order(list(groups))
+        for name in ordered:
+            if not groups[name]:
+                raise UserError(f"policy {name!r} has no sequences to train on: leave it out of this update")
+        totals: dict[str, dict[str, float]] = {n: {} for n in ordered}
+        for chunk in self._passes(groups, ordered):
+            live = [(n, g) for n, g in zip(ordered, chunk) if g]  # a policy with fewer groups sits later passes out
+            names = [n for n, _ in live]
+            if missing := [g for n, g in live if self.policies[n].loss.needs_reference and _lacks_reference(g)]:
+                self._reference(missing)
+            batch, _ = self._pack([g for _, g in live])
+            coefs = stack_coefs([self.policies[n].loss for n in names])
+            with jax.set_mesh(self.base.mesh):
+                self.state, _, metrics = step_lib.forward_backward(
+                    self.base.params, self.state, batch, coefs, self._slot_arrays(names), cfg=self.base.cfg, remat=self.remat
+                )
+            for key, values in jax.device_get(metrics).items():
+                for name, value in zip(names, values):
+                    old = totals[name].get(key, 0.0)
+                    totals[name][key] = max(old, float(value)) if key == "max_gap" else old + float(value)
+        return totals
+
+    def optim_step(self, names: Sequence[str]) -> dict[str, dict[str, float]]:
+        """Applies the accumulated gradients of these policies."""
+        ordered = self._order(names)
+        with jax.set_mesh(self.base.mesh):
+            self.state, metrics = step_lib.optim_step(self.state, self._slot_arrays(ordered))
+        host = jax.device_get(metrics)
+        return {name: {key: float(host[key][i]) for key in host} for i, name in enumerate(ordered)}
+
+    def update(self, groups: Mapping[str, Sequence[Group]]) -> dict[str, dict[str, float]]:
+        """One optimizer update of every named policy from its groups; mean metrics per policy."""
+        totals = self.forward_backward(groups)
+        steps = self.optim_step(list(groups))
+        return {name: summarise(totals[name], self.policies[name].loss) | steps[name] for name in groups}
+
+    def adapter(self, name: str) -> Any:
+        """One policy's adapter on the host, at its true rank and targets."""
+        self._order([name])
+        config, slot = self.policies[name].adapter, self.slots[name]
+        wanted = lora_tree.adapter_specs(self.specs, config)
+        return params_lib.to_host(lora_tree.read_slot(self.state[slot.bucket].adapters, slot.index, config.rank, wanted))
+
+    def load_adapter(self, name: str, adapter: Any) -> None:
+        """Starts a policy from given weights, with fresh optimizer state.
+
+        Raises:
+            UserError: an unknown policy, or weights that do not fit its config.
+        """
+        self._order([name])
+        lora_tree.check_fits(adapter, self.policies[name].adapter, self.specs, f"policy {name!r}")
+        p, slot = self.policies[name], self.slots[name]
+        with jax.set_mesh(self.base.mesh):
+            self.state = state_lib.start(self.state, p.adapter, slot.index, adapter, p.optimizer)
+
+
+def _lacks_reference(groups: Sequence[Group]) -> bool:
+    return any(s.ref_logp is None for g in groups for s in g.sequences)
+
+
+def summarise(totals: dict[str, float], loss: LossConfig) -> dict[str, float]:
+    """Sums over tokens and pairs -> means, of what this loss has: a sampler's logprobs, a reference, pairs."""
+    tokens, pairs = max(totals["tokens"], 1.0), max(totals["pairs"], 1.0)
+    means = ["logp", *(["kl"] if loss.needs_reference else []), *(["clipped", "masked", "gap"] if loss.samples else [])]
+    out = {"loss": totals["loss"], "tokens": totals["tokens"]} | {name: totals[f"{name}_sum"] / tokens for name in means}
+    if loss.samples:
+        out["max_gap"] = totals["max_gap"]
+    if totals["pairs"]:
+        out |= {name: totals[f"{name}_sum"] / pairs for name in ("margin", "preferred")}
+    return out

@@ -1,0 +1,280 @@
+"""Training checkpoints: exact, the last few kept, atomic under kill -9, honest about what is committed and about a full disk."""
+
+import json
+import multiprocessing
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from mint_jax.checkpoint import Checkpoints
+from mint_jax.errors import UserError
+from tests.disks import LIMITS, run_limited
+
+SERVER = multiprocessing.get_context("forkserver")  # imports once, forks for every writer
+SERVER.set_forkserver_preload(["mint_jax.launch", "mint_jax.checkpoint", "mint_jax.catalog.revisions", "pytest"])
+ROOT = Path(__file__).parents[1]
+
+
+def tree(rng, n=30) -> dict:
+    bits = rng.integers(0, 2**32, (3, n), dtype=np.uint32)
+    return {
+        "8": {"a": jnp.asarray(bits.view(np.float32)), "b": jnp.asarray(rng.normal(size=(n, 2)), jnp.bfloat16)},
+        "16": {"steps": jnp.asarray(rng.integers(0, 99, n), jnp.int32), "key": jnp.asarray(bits[0]), "on": jnp.asarray(bits[1] % 2 == 0)},
+        "scalar": jnp.float32(rng.normal()),
+    }
+
+
+def assert_same(found, wanted):
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert x.dtype == y.dtype
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()  # bit for bit, NaN too
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    """``checkpoints(**options)`` opens the test's folder; all are closed at the end."""
+    opened = []
+
+    def make(**options) -> Checkpoints:
+        opened.append(Checkpoints(tmp_path / "checkpoints", **options))
+        return opened[-1]
+
+    yield make
+    for each in opened:
+        each.close()
+
+
+def test_arrays_and_json_come_back_exactly(rng, checkpoints):
+    arrays, extra = tree(rng), {"step": {"blue": 3, "日": 0}, "notes": [None, True, 0.1, "x"], "empty": {}}
+    saved = checkpoints()
+    saved.save(3, arrays, extra)
+    saved.wait()
+    for reader in (saved, checkpoints()):
+        step, found, more = reader.restore(jax.tree.map(jnp.zeros_like, arrays))
+        assert (step, more) == (3, extra)
+        assert_same(found, arrays)
+
+
+def test_what_is_saved_is_what_was_there_when_save_returned(rng, checkpoints):
+    """A training step donates its state: the arrays are gone while the files are being written."""
+    arrays = {"x": jnp.asarray(rng.normal(size=(1000, 1000)).astype(np.float32))}
+    wanted = jax.tree.map(np.array, arrays)
+    saved = checkpoints()
+    saved.save(1, arrays, {})
+    arrays["x"] = jax.jit(lambda x: x * 0, donate_argnums=0)(arrays["x"])
+    saved.wait()
+    assert_same(saved.restore(arrays)[1], wanted)
+
+
+def test_arrays_are_restored_into_another_sharding(rng, checkpoints, mesh, mesh8):
+    x = rng.normal(size=(8, 16)).astype(np.float32)
+    split = NamedSharding(mesh8, PartitionSpec(("data", "fsdp"), "tensor"))
+    whole = NamedSharding(mesh, PartitionSpec())
+    saved = checkpoints()
+    for step, (source, target) in enumerate([(split, whole), (whole, split)], 1):
+        saved.save(step, {"x": jax.device_put(x, source)}, {})
+        _, found, _ = saved.restore({"x": jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=target)}, step)
+        np.testing.assert_array_equal(found["x"], x)
+        assert found["x"].sharding.is_equivalent_to(target, 2)
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_the_newest_are_kept(rng, tmp_path, checkpoints, keep):
+    arrays, saved = tree(rng), checkpoints(keep=keep)
+    assert saved.latest() is None
+    steps = [2, 3, 7, 20, 21]
+    for step in steps:
+        saved.save(step, arrays, {"at": step})
+    saved.wait()
+    assert saved.latest() == checkpoints(keep=keep).latest() == 21
+    assert sorted(int(p.name.removeprefix("step_")) for p in (tmp_path / "checkpoints").iterdir()) == steps[-keep:]
+    for step in steps[-keep:]:
+        assert saved.restore(arrays, step)[::2] == (step, {"at": step})
+
+
+def test_commits_are_reported_in_order_from_the_callers_thread(rng, tmp_path, checkpoints):
+    arrays, said = tree(rng), []
+
+    def committed(step):
+        assert (tmp_path / "checkpoints" / f"step_{step}").is_dir()
+        said.append((step, threading.current_thread()))
+
+    saved = checkpoints(on_commit=committed)
+    for step in (1, 2, 3):
+        saved.save(step, arrays, {})
+        assert [s for s, _ in said] == list(range(1, step))  # the one in flight is not reported yet
+    saved.wait()
+    saved.wait()
+    assert said == [(step, threading.current_thread()) for step in (1, 2, 3)]
+
+
+def test_latest_names_only_what_is_committed(rng, tmp_path, checkpoints):
+    arrays, saved = {"x": jnp.asarray(rng.normal(size=8 << 20).astype(np.float32))}, checkpoints()
+    for step in (1, 2):
+        saved.save(step, arrays, {})
+        latest = saved.latest()
+        assert latest is None or (tmp_path / "checkpoints" / f"step_{latest}").is_dir()
+
+
+@pytest.mark.parametrize("step", [5, 4])
+def test_a_step_that_is_not_new_is_refused_and_not_reported(rng, checkpoints, step):
+    said, saved, arrays = [], checkpoints(on_commit=lambda s: said.append(s)), tree(rng)
+    saved.save(5, arrays, {"first": True})
+    saved.wait()
+    with pytest.raises(ValueError, match=str(step)):
+        saved.save(step, tree(rng), {"first": False})
+    saved.wait()
+    assert said == [5]
+    assert_same(saved.restore(arrays)[1], arrays)
+
+
+def test_nothing_to_restore(rng, checkpoints):
+    saved = checkpoints()
+    with pytest.raises(UserError, match="has no checkpoint to resume from"):
+        saved.restore(tree(rng))
+    saved.save(1, tree(rng), {})
+    saved.wait()
+    with pytest.raises(UserError, match="99"):
+        saved.restore(tree(rng), step=99)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda t: t["8"].update(a=jnp.zeros((3, 31))), lambda t: t["8"].pop("a"), lambda t: t.update(new=jnp.zeros(2))],
+    ids=["shape", "less", "more"],
+)
+def test_a_checkpoint_of_another_shape_is_refused(rng, checkpoints, change):
+    arrays, saved = tree(rng), checkpoints()
+    saved.save(4, arrays, {})
+    saved.wait()
+    change(arrays)
+    with pytest.raises(UserError, match=r"checkpoint 4 in .* does not fit this config .*: resume with the config saved beside it"):
+        saved.restore(arrays)
+
+
+def test_unfinished_and_strange_folders_are_ignored(rng, tmp_path, checkpoints):
+    arrays, folder, saved = tree(rng), tmp_path / "checkpoints", checkpoints()
+    saved.save(7, arrays, {"at": 7})
+    saved.wait()
+    shutil.copytree(folder / "step_7", folder / "step_9.orbax-checkpoint-tmp")
+    shutil.copytree(folder / "step_7", folder / "step_10.orbax-checkpoint-tmp-1700000000")
+    shutil.copytree(folder / "step_7" / "extra", folder / "step_12.orbax-checkpoint-tmp" / "extra")
+    (folder / "notes").mkdir()
+    (folder / "step_13").write_text("a file")
+    again = checkpoints()
+    assert again.latest() == 7
+    assert again.restore(arrays)[2] == {"at": 7}
+    again.save(9, arrays, {"at": 9})
+    again.wait()
+    assert again.restore(arrays)[::2] == (9, {"at": 9})
+
+
+@pytest.mark.parametrize("part", ["everything", "arrays"])
+def test_a_step_without_its_files_is_ignored(rng, tmp_path, checkpoints, part):
+    """A folder with a step's final name whose copy was broken off: no mark of success, or a part is missing."""
+    arrays, folder, saved = tree(rng), tmp_path / "checkpoints", checkpoints()
+    saved.save(7, arrays, {"at": 7})
+    saved.wait()
+    (folder / "step_11").mkdir()
+    if part == "arrays":
+        shutil.copytree(folder / "step_7" / "extra", folder / "step_11" / "extra")
+    again = checkpoints()
+    assert again.latest() == 7
+    assert again.restore(arrays)[::2] == (7, {"at": 7})
+
+
+@pytest.mark.parametrize("how", ["cut", "gone"])
+def test_damaged_arrays_are_refused(rng, tmp_path, checkpoints, how):
+    arrays, folder, saved = tree(rng, 5000), tmp_path / "checkpoints", checkpoints()
+    saved.save(7, arrays, {})
+    saved.wait()
+    files = [p for p in (folder / "step_7" / "arrays").rglob("*") if p.is_file() and p.parent.name == "d"]
+    biggest = max(files, key=lambda p: p.stat().st_size)
+    if how == "gone":
+        biggest.unlink()
+    else:
+        os.truncate(biggest, biggest.stat().st_size // 2)
+    with pytest.raises(UserError, match="checkpoint 7"):
+        checkpoints().restore(arrays)
+
+
+def state_at(step: int) -> np.ndarray:
+    return np.random.default_rng(step).normal(size=300_000).astype(np.float32)
+
+
+def save_until_killed(folder, connection):
+    """Goes on from the latest step, 1.2 MB a step, and says each step that is committed."""
+    saved = Checkpoints(folder, keep=2, on_commit=connection.send)
+    for step in range((saved.latest() or 0) + 1, 10_000):
+        saved.save(step, {"x": jnp.asarray(state_at(step))}, {"step": step})
+
+
+def test_a_killed_run_resumes_from_its_last_commit_or_later(rng, tmp_path):
+    """12 runs, each resuming the one before, are killed at random moments while they save."""
+    last = 0
+    for _ in range(12):
+        receiver, sender = SERVER.Pipe(duplex=False)
+        process = SERVER.Process(target=save_until_killed, args=(tmp_path / "checkpoints", sender))
+        process.start()
+        sender.close()
+        try:
+            said = receiver.recv()
+            assert said > last
+            last = said
+            time.sleep(rng.uniform(0, 0.12))
+            process.kill()
+            while True:
+                last = receiver.recv()
+        except EOFError:
+            process.join()
+        assert process.exitcode == -9
+        saved = Checkpoints(tmp_path / "checkpoints")
+        step, found, extra = saved.restore({"x": jax.ShapeDtypeStruct((300_000,), jnp.float32)})
+        saved.close()
+        assert step >= last
+        assert extra == {"step": step}
+        np.testing.assert_array_equal(found["x"], state_at(step))
+        last = step
+    assert last >= 12
+
+
+def fill_the_disk(directory: str):
+    """Saves a small, a large and a small step; prints what came of it."""
+    said, report = [], []
+    saved = Checkpoints(directory, keep=2, on_commit=said.append)
+    for step, n in ((1, 1000), (2, 2_000_000), (3, 1000)):
+        try:
+            saved.save(step, {"x": jnp.asarray(np.random.default_rng(step).normal(size=n).astype(np.float32))}, {"n": n})
+            saved.wait()
+        except Exception as error:
+            report.append([step, type(error).__name__, str(error), saved.latest()])
+    saved.close()
+    again = Checkpoints(directory)
+    step, found, extra = again.restore({"x": jnp.zeros(1000)})
+    np.testing.assert_array_equal(found["x"], np.random.default_rng(step).normal(size=1000).astype(np.float32))
+    print(json.dumps({"said": said, "report": report, "restored": [step, extra], "entries": sorted(os.listdir(directory))}))
+
+
+REMEDIES = ("free disk space or set --workdir to a larger disk", "check that the folder is writable")
+
+
+@pytest.mark.parametrize(("limit", "remedy"), zip(LIMITS, REMEDIES), ids=LIMITS)
+def test_a_full_disk_is_an_error_that_names_the_last_valid_step(tmp_path, limit, remedy):
+    """8 MB where there is room for 2."""
+    result = json.loads(run_limited(limit, 2, "tests.checkpoint_test", tmp_path).splitlines()[-1])
+    [(step, kind, message, latest)] = result["report"]
+    assert (step, kind, latest) == (2, "UserError", 1)
+    assert remedy in message
+    assert "step 1 is the last valid checkpoint" in message
+    assert result["said"] == [1, 3]
+    assert result["restored"] == [3, {"n": 1000}]
+    assert result["entries"] == ["step_1", "step_3"]

@@ -1,0 +1,80 @@
+"""Shared fixtures. The CPU shows eight devices, implicit rank promotion is an error, compiled programs are cached.
+
+Random inputs are new in every session: the seed is printed at the top and repeated with ``MINT_TEST_SEED=n``.
+"""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("MINT_TEST_SEED", str(int.from_bytes(os.urandom(3), "little")))  # workers inherit it
+
+import zlib
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from mint_jax import host
+from mint_jax.mesh import make_mesh, single_device_mesh
+from mint_jax.models import base as base_lib
+from tests import oracles
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+host.use_compilation_cache(base_lib.cache_dir() / "compiled-tests")
+
+
+def pytest_report_header() -> str:
+    return f"MINT_TEST_SEED={os.environ['MINT_TEST_SEED']} jax {jax.__version__}, {jax.device_count()} {jax.default_backend()} devices"
+
+
+@pytest.fixture
+def rng(request) -> np.random.Generator:
+    """Fresh randomness: the session's seed and the test's name."""
+    return np.random.default_rng([int(os.environ["MINT_TEST_SEED"]), zlib.crc32(request.node.nodeid.encode())])
+
+
+@pytest.fixture(scope="session")
+def mesh():
+    """One device."""
+    return single_device_mesh()
+
+
+@pytest.fixture(scope="session")
+def mesh8():
+    """Eight devices: data 2, fsdp 2, tensor 2."""
+    return make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+
+
+@pytest.fixture(scope="session")
+def hf_dirs(tmp_path_factory):
+    """``hf_dirs(family)`` -> a directory with a tiny random transformers checkpoint; see ``oracles.TINY``."""
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = oracles.save_tiny(name, tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def tiny_base(hf_dirs, mesh):
+    """``tiny_base(family)`` -> that checkpoint loaded by us on one device, without a tokenizer."""
+    loaded: dict[str, base_lib.Base] = {}
+
+    def get(name: str = "llama") -> base_lib.Base:
+        if name not in loaded:
+            loaded[name] = base_lib.load(str(hf_dirs(name)), mesh)
+        return loaded[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def smollm2(mesh):
+    """The real SmolLM2-135M-Instruct, float32, on one device."""
+    return base_lib.load("smollm2-135m-instruct", mesh)

@@ -1,0 +1,209 @@
+"""The tokenizer and chat templates against transformers' AutoTokenizer on the same directory."""
+
+import json
+import shutil
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import models, pre_tokenizers, processors
+from transformers import AutoTokenizer
+
+from mint_jax.data.tokenizer import Tokenizer
+from mint_jax.errors import UserError
+from mint_jax.models import base as base_lib
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "weather", "description": "Wetter in 東京 <b>&", "parameters": {"type": "object", "properties": {}}},
+    }
+]
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is 17 + 25?\n\tÜber <|im_end|> 日本"},
+    {"role": "assistant", "content": "42 "},
+    {"role": "user", "content": ""},
+]
+
+
+@pytest.fixture(scope="module")
+def directory():
+    return base_lib.resolve("smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="module")
+def ours(directory) -> Tokenizer:
+    return Tokenizer(directory)
+
+
+@pytest.fixture(scope="module")
+def theirs(directory):
+    return AutoTokenizer.from_pretrained(directory)
+
+
+@pytest.fixture
+def copy(directory, tmp_path):
+    """A directory with the same tokenizer, to be changed."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(directory / name, tmp_path / name)
+    return tmp_path
+
+
+def change_config(directory, **fields):
+    path = directory / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def test_text_encodes_and_decodes_as_in_transformers(ours, theirs):
+    @settings(max_examples=150, deadline=None, database=None)
+    @given(st.text(max_size=80))
+    def check(text):
+        ids = ours.encode(text)
+        assert ids == theirs(text).input_ids
+        assert ours.encode(text, special=False) == theirs(text, add_special_tokens=False).input_ids
+        for skip in (True, False):
+            assert ours.decode(ids, skip_special=skip) == theirs.decode(ids, skip_special_tokens=skip)
+
+    check()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " ",
+        "\n\n\t x",
+        "don't WON'T",
+        "3.14159, 2026-01-02",
+        "def f(x):\n    return x  # 你好",
+        "<|im_start|>user\nhi<|im_end|>",
+        "🙂e\u0301",
+    ],
+)
+def test_chosen_texts_encode_as_in_transformers(ours, theirs, text):
+    ids = ours.encode(text)
+    assert ids == theirs(text).input_ids
+    for skip in (True, False):
+        assert ours.decode(ids, skip_special=skip) == theirs.decode(ids, skip_special_tokens=skip)
+
+
+def test_any_ids_decode_as_in_transformers(rng, ours, theirs):
+    """Random ids: halves of characters, specials, unused ones."""
+    for _ in range(50):
+        ids = rng.integers(0, ours.vocab_size, 20).tolist() + [0, 1, 2]
+        for skip in (True, False):
+            assert ours.decode(ids, skip_special=skip) == theirs.decode(ids, skip_special_tokens=skip)
+
+
+def test_sizes_and_end_tokens(ours, theirs):
+    assert ours.vocab_size == len(theirs) == 49152
+    assert ours.decode(ours.encode("naïve 日本 it's\n")) == "naïve 日本 it's\n"
+    assert ours.eos_ids == (theirs.eos_token_id,) == (2,)
+
+
+@pytest.mark.parametrize("generation", [True, False])
+@pytest.mark.parametrize("messages", [CHAT, CHAT[1:], CHAT[1:2]])
+def test_chats_render_as_in_transformers(ours, theirs, messages, generation):
+    text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation)
+    assert ours.render(messages, generation) == text
+    ids = theirs.apply_chat_template(messages, tokenize=True, add_generation_prompt=generation, return_dict=True)["input_ids"]
+    assert ours.encode_chat(messages, generation) == ids
+
+
+TEMPLATES = {
+    "tools": "{% for t in tools %}{{ t | tojson }}\n{{ t | tojson(indent=2) }}\n{% endfor %}{{ messages[0].content }}",
+    "compact json": "{{ tools | tojson(separators=(',', ':')) }}",
+    "sorted json": "{{ tools | tojson(sort_keys=True) }}",
+    "ascii json": "{{ tools | tojson(ensure_ascii=True) }}",
+    "loops": "{% for m in messages %}{% if m.role == 'user' %}{% continue %}{% endif %}{{ m }}{% break %}{% endfor %}",
+    "blocks": "\n  {% for m in messages %}\n    {{- m.content | trim }}\n  {% endfor %}\n  {# a comment #}\n end",
+    "tokens": "{{ bos_token }}{{ eos_token }}{{ pad_token }}{{ unk_token }}{{ eos_token + messages[0]['content'] }}",
+    "variables": "{% if thinking is defined and thinking %}<think>{% endif %}{{ messages | length }}",
+    "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+    "date": "{{ strftime_now('%Y-%m-%d') }}",
+    "optional date": "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% else %}2024{% endif %}",
+}
+
+
+@pytest.mark.parametrize("template", TEMPLATES.values(), ids=TEMPLATES.keys())
+def test_what_templates_use_renders_as_in_transformers(copy, template):
+    """Features found in the templates of released checkpoints."""
+    (copy / "chat_template.jinja").write_text(template)
+    text = AutoTokenizer.from_pretrained(copy).apply_chat_template(
+        CHAT, tools=TOOLS, tokenize=False, add_generation_prompt=True, thinking=True
+    )
+    assert Tokenizer(copy).render(CHAT, True, tools=TOOLS, thinking=True) == text
+
+
+def test_a_template_file_goes_before_the_config_and_a_list_gives_its_default(copy):
+    change_config(copy, chat_template=[{"name": "rag", "template": "no"}, {"name": "default", "template": "yes {{ messages[0].role }}"}])
+    assert Tokenizer(copy).render(CHAT) == "yes system"
+    (copy / "chat_template.jinja").write_text("file")
+    assert Tokenizer(copy).render(CHAT) == "file"
+    assert AutoTokenizer.from_pretrained(copy).apply_chat_template(CHAT, tokenize=False) == "file"
+
+
+def test_a_post_processor_adds_its_tokens_unless_told_not_to(tmp_path):
+    vocab = {"<s>": 0, "</s>": 1, "a": 2, "b": 3, "[UNK]": 4}
+    fast = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
+    fast.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast.post_processor = processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    fast.add_special_tokens(["<s>", "</s>"])
+    fast.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": {"__type": "AddedToken", "content": "</s>"}})
+    )
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "eos_token_id": 3}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 3]}))
+    mine, hf = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    for special in (True, False):
+        assert mine.encode("a b zzz", special) == hf("a b zzz", add_special_tokens=special).input_ids
+    assert mine.encode("a b") == [0, 2, 3, 1]
+    assert mine.decode([0, 2, 3, 1]) == "a b"
+    assert mine.vocab_size == 5
+    assert mine.eos_ids == (2, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{% for m in messages %}{{ m.content }}", "template"),  # a syntax error
+        ("{{ messages[0]['content'] + nothing }}", "nothing"),
+        ("{{ messages[0].content.__class__.__mro__ }}", "unsafe|access"),
+        (None, "no chat template"),
+    ],
+)
+def test_bad_templates_are_refused(copy, template, message):
+    change_config(copy, chat_template=template)
+    with pytest.raises(UserError, match=message):
+        Tokenizer(copy).render(CHAT)
+
+
+@pytest.mark.parametrize("messages", [[{"role": "user"}], [{"content": "x"}], ["x"]])
+def test_messages_that_the_template_cannot_render_are_refused(ours, messages):
+    with pytest.raises(UserError, match="template refuses"):
+        ours.render(messages)
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("tokenizer.json", "{"),
+        ("tokenizer.json", "{}"),
+        ("tokenizer_config.json", "{'a': 1"),
+        ("generation_config.json", ""),
+    ],
+)
+def test_unreadable_files_are_refused_by_name(copy, file, text):
+    (copy / file).write_text(text)
+    with pytest.raises(UserError, match=file):
+        Tokenizer(copy)
+
+
+def test_a_directory_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(UserError, match="give token ids"):
+        Tokenizer(tmp_path)

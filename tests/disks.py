@@ -1,0 +1,39 @@
+"""Commands under a full disk or a limit on the size of a file, for tests of what a crash leaves."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+LIMITS = ("full disk", "file size")
+
+
+def run_limited(limit: str, megabytes: int, module: str, directory: Path) -> str:
+    """Output of ``fill_the_disk(directory)`` of a test module, in a process that has so much room.
+
+    ``full disk`` mounts a tmpfs, and skips the test where a user may not; ``file size`` works everywhere.
+    """
+    if limit == "full disk":
+        shell = [
+            "unshare",
+            "--user",
+            "--map-root-user",
+            "--mount",
+            "sh",
+            "-c",
+            f'mount -t tmpfs -o size={megabytes}m none "$0" && exec "$@"',
+        ]
+        if not shutil.which("unshare") or subprocess.run([*shell, str(directory), "true"], capture_output=True).returncode:
+            pytest.skip("no right to mount a tmpfs here")
+    else:
+        shell = ["sh", "-c", f'ulimit -f {megabytes * 1000} && exec "$@"']
+    code = f"import sys; from {module} import fill_the_disk as f; f(sys.argv[1])"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [*shell, str(directory), sys.executable, "-c", code, str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout

@@ -1,0 +1,71 @@
+"""Names to environments: the registry, the user's own factories, and what is refused."""
+
+import json
+import math
+
+import pytest
+
+from mint_jax.envs import env as env_lib
+from mint_jax.errors import UserError
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch) -> str:
+    """A module of the user's own, importable by the name returned."""
+    (tmp_path / "own_envs_for_test.py").write_text(
+        "from mint_jax.envs.env import Example, ListEnvironment\n"
+        "def task(n=2, held=1):\n"
+        "    score = lambda text, e: float(text == e.answer)\n"
+        "    return ListEnvironment([Example('q', str(i)) for i in range(n)], [Example('h', 'h')] * held, score)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    return "own_envs_for_test"
+
+
+@pytest.mark.parametrize("name", ["digit_sum", "larger_of_two", "copy_word", "bracket_word"])
+def test_registered_environments_reward_their_answers_most(name):
+    env = env_lib.make(name, seed=3)
+    for e in [*env.train, *env.held_out]:
+        best = f"[{e.answer}]" if name == "bracket_word" else e.answer
+        assert env.reward(best, e) == 1.0
+        assert math.isfinite(env.reward("zebra 99", e))
+        assert env.reward("zebra 99", e) < 1.0
+
+
+def test_options_reach_the_factory(tmp_path, own):
+    rows = [{"question": f"{i}?", "answer": str(i)} for i in range(5)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert len(env_lib.make("jsonl", path=str(tmp_path / "rows.jsonl"), held_out=2).train) == 3
+    assert len(env_lib.make("reasoning_gym", task="gcd", size=6, held_out=2).held_out) == 2
+    env = env_lib.make(f"{own}:task", n=3)
+    assert len(env.train) == 3
+    assert env.reward("1", env.train[1]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("digit_sums", {}, "environment is 'digit_sums'; choose one of: digit_sum, .*module:factory"),
+        ("", {}, "environment is ''"),
+        ("digit_sum", {"sed": 1}, "'digit_sum' does not take these options .*sed"),
+        ("jsonl", {}, "'jsonl' does not take these options .*path"),
+        ("no_such_module:task", {}, "could not be imported .*no_such_module"),
+        ("own:nothing", {}, "could not be imported .*nothing"),
+        ("own:task:more", {}, "own:task:more|own_envs_for_test:task:more"),
+        (":task", {}, "':task'"),
+        ("own:task", {"n": 0}, "has no train examples"),
+        ("own:task", {"held": 0}, "has no held_out examples"),
+        ("reasoning_gym", {"task": "no_such_task"}, "does not make task"),
+    ],
+)
+def test_bad_names_and_options_are_refused(own, name, options, message):
+    with pytest.raises(UserError, match=message):
+        env_lib.make(own + name.removeprefix("own") if name.startswith("own") else name, **options)
+
+
+def test_a_file_with_too_few_rows_is_refused(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"question": "q", "answer": "1"}\n')
+    with pytest.raises(UserError, match="has no train examples: its dataset is empty"):
+        env_lib.make("jsonl", path=str(tmp_path / "rows.jsonl"), held_out=1)
+    with pytest.raises(UserError, match="has no held_out examples"):
+        env_lib.make("jsonl", path=str(tmp_path / "rows.jsonl"), held_out=0)

@@ -1,0 +1,115 @@
+"""Questions of a file: GSM8K's answers, numbers and text, splits, columns that are missing."""
+
+import json
+
+import pytest
+
+from mint_jax.envs.env import Example
+from mint_jax.envs.questions import final_answer, last_number, questions
+from mint_jax.errors import UserError
+
+
+@pytest.fixture
+def env(tmp_path):
+    """``env(rows, **options)`` writes a file and reads it as an environment."""
+
+    def make(rows, name="rows.jsonl", **options):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return questions(str(tmp_path / name), **options)
+
+    return make
+
+
+def rows(n, first=0) -> list[dict]:
+    return [{"question": f"{i} + 1?", "answer": f"{i} + 1 = {i + 1}\n#### {i + 1}"} for i in range(first, first + n)]
+
+
+@pytest.mark.parametrize(
+    ("answer", "final"),
+    [
+        ("She sold 48/2 = <<48/2=24>>24 clips.\n#### 72", "72"),
+        ("#### 1,234,567", "1234567"),
+        ("one #### 2\n#### -3.50 ", "-3.50"),
+        ("42", "42"),
+        (" no mark ", "no mark"),
+        ("#### Paris, France", "Paris, France"),  # only commas inside numbers go
+    ],
+)
+def test_final_answers(answer, final):
+    assert final_answer(answer) == final
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("so 17 + 25 = 42.", "42"),
+        ("It costs $1,234.", "1234"),
+        ("The total is 1,234.00 dollars", "1234"),
+        ("3.14", "3.14"),
+        ("-7", "-7"),
+        ("10 apples, 12 pears", "12"),
+        ("5, then", "5"),
+        ("no number", None),
+        ("", None),
+    ],
+)
+def test_last_numbers(text, number):
+    assert last_number(text) == number
+
+
+@pytest.mark.parametrize(
+    ("answer", "completion", "reward"),
+    [
+        ("72", "The answer is 72.", 1.0),
+        ("72", "72 clips and 3 more", 0.0),
+        ("72", "seventy-two", 0.0),
+        ("72", "172", 0.0),
+        ("72", "-72", 0.0),
+        ("1234", "1,234", 1.0),
+        ("1234", "$1,234.00", 1.0),
+        ("3.50", "3.5", 1.0),
+        ("0.5", "so 0.5", 1.0),
+        ("Paris", " Paris\n", 1.0),
+        ("Paris", "It is Paris", 0.0),
+        ("Paris, France", "Paris, France", 1.0),
+        ("B2", "B2", 1.0),
+        ("B2", "C2", 0.0),  # no number, though it has one in it
+    ],
+)
+def test_rewards(env, answer, completion, reward):
+    e = env([{"question": "q", "answer": f"because\n#### {answer}"}], held_out=0)
+    assert e.reward(completion, e.train[0]) == reward
+
+
+def test_the_first_rows_are_held_out(env):
+    e = env(rows(10), held_out=3, instruction="Think.")
+    assert [x.answer for x in e.held_out] == ["1", "2", "3"]
+    assert [x.answer for x in e.train] == [str(i) for i in range(4, 11)]
+    assert e.train[0] == Example(({"role": "user", "content": "3 + 1?\nThink."},), "4")
+    assert env(rows(1), held_out=0).train[0].messages[0]["content"] == "0 + 1?"
+
+
+def test_a_second_file_is_held_out(env, tmp_path):
+    (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(2, first=100)))
+    e = env(rows(3), held_out=str(tmp_path / "test.jsonl"))
+    assert [len(e.train), len(e.held_out)] == [3, 2]
+    assert e.held_out[0].answer == "101"
+
+
+def test_other_columns_and_whole_chats(env):
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+    e = env([{"prompt": chat, "gold": 5}], held_out=0, question="prompt", answer="gold", instruction="not for chats")
+    assert e.train == [Example(tuple(chat), "5")]
+
+
+@pytest.mark.parametrize("row", [{"answer": "1"}, {"question": "q"}])
+def test_missing_columns_are_refused(env, row):
+    with pytest.raises(UserError, match=r"has no column '(question|answer)'; it has (question|answer)"):
+        env([*rows(2), row])
+
+
+@pytest.mark.parametrize(("path", "held_out"), [("none.jsonl", 1), ("rows.jsonl", "none.jsonl")])
+def test_missing_files_are_refused(tmp_path, path, held_out):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(rows(1)[0]))
+    with pytest.raises(UserError, match=r"none\.jsonl does not exist"):
+        questions(str(tmp_path / path), held_out=str(tmp_path / held_out) if isinstance(held_out, str) else held_out)

@@ -1,0 +1,75 @@
+"""Settings of the process, made in processes of their own."""
+
+import platform
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from mint_jax import host
+
+
+def run(code: str, *args) -> list[str]:
+    done = subprocess.run([sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+FAULTS = """
+import ctypes, resource, sys
+from mint_jax import host
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+print(host.keep_freed_memory() if sys.argv[1] == "keep" else None)
+for _ in range(2):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    p = libc.malloc(64 << 20)
+    ctypes.memset(p, 1, 64 << 20)
+    libc.free(p)
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
+def test_freed_memory_is_used_again_without_page_faults():
+    """The second block of 64 MiB costs no faults where the first was kept, and as many as the first otherwise."""
+    kept, first, second = run(FAULTS, "keep")
+    assert kept == "True"
+    assert int(second) < int(first) / 10
+    _, first, second = run(FAULTS, "default")
+    assert int(second) > int(first) / 10
+
+
+CACHE = """
+import sys
+import jax, jax.numpy as jnp
+from mint_jax import host
+host.use_compilation_cache(sys.argv[1])
+hits = []
+jax.monitoring.register_event_listener(lambda name, **_: hits.append(name) if name.endswith("compilation_cache/cache_hits") else None)
+@jax.jit
+def slow(x):
+    for i in range(80):
+        x = jnp.sin(x @ x + i)
+    return x
+for _ in range(2):
+    slow(jnp.ones((8, 8)))
+    print(len(hits))
+    jax.clear_caches()
+"""
+
+
+def test_compiled_programs_are_found_again_on_disk(tmp_path):
+    assert run(CACHE, tmp_path / "new" / "cache") == ["0", "1"]
+    assert any("slow" in p.name for p in (tmp_path / "new" / "cache").iterdir())
+
+
+def test_resident_memory_follows_what_is_held():
+    before = host.rss_bytes()
+    held = np.ones(16 << 20)  # 128 MiB, written
+    assert before + (120 << 20) < host.rss_bytes() < before + (192 << 20)  # other threads may move it by some MiB
+    assert host.peak_rss_bytes() >= before + (100 << 20)  # the kernel's peak lags behind a little
+    peak = host.peak_rss_bytes()
+    del held
+    assert host.peak_rss_bytes() >= peak - (4 << 20)  # as above

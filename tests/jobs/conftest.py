@@ -1,0 +1,12 @@
+"""Jobs take every device there is; here they run on one."""
+
+import jax
+import pytest
+
+from mint_jax import mesh
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    made = mesh.make_mesh
+    monkeypatch.setattr(mesh, "make_mesh", lambda sizes=None, devices=None: made(sizes, devices or jax.devices()[:1]))

@@ -1,0 +1,140 @@
+"""Every config loads as ``launch`` loads it, is locked, builds into dataclasses, and its programs trace at its own shapes."""
+
+import re
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl import flags
+from ml_collections import config_flags
+
+from mint_jax import mesh
+from mint_jax import params as params_lib
+from mint_jax.data.buckets import ShapeBook
+from mint_jax.data.tokenizer import Tokenizer
+from mint_jax.envs import env as env_lib
+from mint_jax.jobs import JOBS, bench, common, dpo, grpo, sft, supervised
+from mint_jax.lora import tree as lora_tree
+from mint_jax.models import base as base_lib
+from mint_jax.models import config as config_lib
+from mint_jax.models import transformer
+from mint_jax.rollout import generate
+from mint_jax.rollout.engine import Request, _arrays
+from mint_jax.train import state as state_lib
+from mint_jax.train import step
+from mint_jax.train.batch import Group, Sequence, pack
+from mint_jax.train.trainer import stack_coefs
+
+ROOT = Path(__file__).parents[2]
+
+
+def variants(path: Path) -> list[str]:
+    """A config and its variants, as its docstring names them: ``configs/quickstart.py:ci``."""
+    named = re.findall(rf"{path.name}:\w+", path.read_text())
+    return [f"{path.parent.relative_to(ROOT)}/{name}" for name in dict.fromkeys([path.name, *named])]
+
+
+NAMES = [name for path in sorted((ROOT / "configs").rglob("*.py")) for name in variants(path)]
+TRAINING = {"grpo", "sft", "dpo"}
+OWN_KEYS = {"grpo": ("env", "sampling"), "sft": ("data", "batch_size"), "dpo": ("data", "batch_size", "beta")}
+
+
+def load(name, *overrides):
+    """What ``launch`` makes of ``--config=name`` and overrides."""
+    values, old = flags.FlagValues(), sys.argv
+    config_flags.DEFINE_config_file("config", None, "", flag_values=values, lock_config=True)
+    sys.argv = ["launch", f"--config={ROOT / name}", *overrides]  # where config_flags looks for overrides
+    try:
+        values(sys.argv)
+    finally:
+        sys.argv = old
+    return values.config
+
+
+def abstract_base(config):
+    """The config's base with shapes in place of weights."""
+    directory = base_lib.resolve(config.base)
+    cfg = config_lib.read_config(directory)
+    params = params_lib.abstract(transformer.abstract(cfg, base_lib.DTYPES[config.dtype]))
+    devices = mesh.make_mesh(dict(config.mesh), jax.devices()[:1])
+    return base_lib.Base(config.base, directory, cfg, params, devices, Tokenizer(directory), "")
+
+
+def training_groups(config, base):
+    """Per policy the groups of its first step; sampled tokens are made up, at full length."""
+    if config.job == "grpo":
+        out = {}
+        for m in grpo.members_of(config, base):
+            tokens = [5] * m.sampling.max_tokens
+            sampled = Sequence(tokens, [1.0] * len(tokens), [0.5] * len(tokens), [-1.0] * len(tokens))
+            out[m.name] = [Group(prompt, [sampled] * m.sampling.group_size) for prompt in m.prompts[: m.sampling.prompts]]
+        return out
+    job = {"sft": sft, "dpo": dpo}[config.job]
+    students = supervised.students_of(config, base, job.to_group, job.from_env)
+    return {name: supervised.weighted(s.train[: s.batch_size]) for name, s in students.items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_config_loads_locked(name):
+    config = load(name)
+    assert config.is_locked
+    assert config.job in JOBS
+    assert config.dtype in base_lib.DTYPES
+    mesh.make_mesh(dict(config.mesh), jax.devices()[:1])
+    first = load(name, f"--config.base={config.base}x")
+    assert first.base == config.base + "x"
+    with pytest.raises((AttributeError, KeyError, flags.Error), match="baze"):
+        load(name, "--config.baze=tiny-random")
+    assert f"--config={name.split(':')[0]}" in (ROOT / name.split(":")[0]).read_text(), "the docstring gives the command"
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if load(n).job in TRAINING])
+def test_training_config_traces(name):
+    config = load(name)
+    base = abstract_base(config)
+    specs = transformer.abstract(base.cfg)
+    policies = {n: common.policy_config(n, section, i, OWN_KEYS[config.job]) for i, (n, section) in enumerate(config.policies.items())}
+    groups = training_groups(config, base)
+    assert set(groups) == set(policies)
+
+    ordered = sorted(policies, key=lambda n: policies[n].adapter.bucket)
+    batch, _ = pack([groups[n] for n in ordered], ShapeBook(), context=base.cfg.context)
+    assert (batch.loss.pair_weights.shape[1] > 0) == (config.job == "dpo")
+    state = jax.eval_shape(lambda: state_lib.empty(specs, [policies[n].adapter for n in ordered]))
+    slots = {b: np.arange(stack.steps.shape[0], dtype=np.int32) for b, stack in state.items()}
+    coefs = stack_coefs([policies[n].loss for n in ordered])
+    fn = lambda *args: step.forward_backward(*args, cfg=base.cfg, remat=config.remat)  # noqa: E731
+    new, logp, metrics = jax.eval_shape(fn, base.params, state, batch, coefs, slots)
+    assert (new, logp.shape) == (state, batch.target.shape)
+    new, metrics = jax.eval_shape(step.optim_step, new, slots)
+    assert (new, metrics["grad_norm"].shape) == (state, (len(policies),))
+
+    if config.job == "grpo":
+        prompts = [Request(tuple(g.prefix), max_tokens=len(g.sequences[0].tokens)) for n in ordered for g in groups[n]]
+        same = len(prompts) // len(ordered)
+        taken = {b: np.repeat(s, same) for b, s in slots.items()}
+        stacks = {b: stack.adapters for b, stack in state.items()}
+        lora = jax.eval_shape(lambda stacks: lora_tree.bind_slots(stacks, taken, dtype=base.dtype), stacks)
+        args = base.params, lora, *_arrays(prompts, 2, max(len(r.prompt) for r in prompts))
+        cache, drawing = jax.eval_shape(lambda *a: generate.prefill(*a, cfg=base.cfg, rollouts=2, new_tokens=8), *args)
+        _, _, _, lengths, sampling, limits = args
+        args = base.params, lora, cache, lengths, drawing, sampling, limits, jnp.int32(8)
+        assert jax.eval_shape(lambda *a: generate.decode(*a, cfg=base.cfg), *args) == drawing
+
+
+def test_other_configs_build():
+    for name in NAMES:
+        config = load(name)
+        if config.job == "bench":
+            assert config.bench in bench.BENCHES
+        elif config.job == "evaluate":
+            environment = env_lib.make(**config.env)
+            assert len(environment.held_out) >= config.examples
+            common.build(grpo.Sampling, config.sampling, "sampling").request(prompt=(1,))
+        elif config.job == "sample":
+            Request((1,), **config.sampling)
+        else:
+            assert config.job in TRAINING | {"score", "export", "import"}, f"{name}: say here what its config builds into"

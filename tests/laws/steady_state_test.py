@@ -1,0 +1,86 @@
+"""Law 11: once the buckets of shapes are warm, training, sampling, scoring and exporting compile nothing, whatever the lengths."""
+
+import contextlib
+
+import jax
+import numpy as np
+
+from mint_jax.catalog.revisions import Schema, pack
+from mint_jax.lora.tree import AdapterConfig
+from mint_jax.rollout.engine import DenseEngine, Request
+from mint_jax.rollout.score import Scorer
+from mint_jax.train.batch import Group, Sequence
+from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
+
+RANKS = {"a": 3, "b": 3, "c": 1}
+
+
+@contextlib.contextmanager
+def compilations():
+    """A list that grows by the name of every program compiled inside, from disk or not."""
+    seen = []
+
+    def listen(event: str, seconds: float, **context) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(context.get("fun_name", "?"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seen
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def grpo_step(trainer, engine, scorer, rng, lengths) -> None:
+    """Each policy samples two prompts, two rollouts each; all is scored and updated; then all are exported.
+
+    Args:
+        lengths: draws the tokens of a prompt and how many are sampled.
+    """
+    vocab = trainer.base.cfg.vocab_size
+    requests, owners = [], []
+    for name in 2 * list(RANKS):
+        prompt, new = lengths() if name in owners else (12, 10)  # one of a policy's two has full length, so the buckets stay
+        how = {"n": 2, "max_tokens": new, "seed": int(rng.integers(2**31)), "temperature": float(rng.uniform(0.5, 1.5))}
+        requests.append(Request(tuple(rng.integers(3, vocab, prompt).tolist()), trainer.slots[name], **how))
+        owners.append(name)
+    groups = {name: [] for name in RANKS}
+    for name, request, completions in zip(owners, requests, engine.generate(requests, trainer.stacks)):
+        sequences = [Sequence(c.tokens, [0.1] * len(c.tokens), [rng.normal()] * len(c.tokens), c.logprobs) for c in completions]
+        groups[name].append(Group(list(request.prompt), sequences))
+    scorer.logprobs([r.prompt for r in requests], [r.adapter for r in requests], trainer.stacks)
+    trainer.update(groups)
+    for name in RANKS:
+        pack(trainer.adapter(name), Schema(trainer.base.fingerprint, trainer.policies[name].adapter))
+
+
+def test_steady_state_compiles_nothing(tiny_base, rng):
+    base, loss = tiny_base("llama"), LossConfig(kl_kind="k3", kl=0.1)  # the base's logprobs are needed, too
+    trainer = Trainer(base, [PolicyConfig(n, AdapterConfig(r), loss=loss, seed=i) for i, (n, r) in enumerate(RANKS.items())])
+    parts = trainer, DenseEngine(base), Scorer(base), rng
+    with compilations() as seen:
+        grpo_step(*parts, lambda: (12, 10))
+        assert len(seen) > 5, "the listener hears compilations"
+        warm = len(seen)
+        for _ in range(6):
+            grpo_step(*parts, lambda: (int(rng.integers(2, 13)), int(rng.integers(1, 11))))
+        assert seen[warm:] == []
+
+
+def test_a_changing_subset_of_policies_compiles_each_subset_once(tiny_base, rng):
+    base = tiny_base("llama")
+    trainer = Trainer(base, [PolicyConfig(n, AdapterConfig(r), seed=i) for i, (n, r) in enumerate(RANKS.items())])
+
+    def update(names):
+        def sequence():
+            return Sequence(rng.integers(3, base.cfg.vocab_size, 6).tolist(), [0.1] * 6, rng.normal(size=6).tolist(), [-1.0] * 6)
+
+        trainer.update({n: [Group(rng.integers(3, base.cfg.vocab_size, 4).tolist(), [sequence()]) for _ in range(2)] for n in names})
+
+    update(["a"])
+    update(["a", "c"])
+    with compilations() as seen:
+        for names in (["b"], ["c", "b"], ["a"], ["b", "c"], ["c", "a"]):  # another slot of the same bucket is the same program
+            update(names)
+    assert seen == []
+    assert np.array_equal(trainer.state[4].steps, [4, 3])

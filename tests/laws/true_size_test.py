@@ -1,0 +1,86 @@
+"""Law 4: a policy of rank r costs work of rank r, and slots that are not in the batch cost nothing."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mint_jax import params as params_lib
+from mint_jax.lora import tree as lora_tree
+from mint_jax.lora.tree import AdapterConfig, bucket_of
+from mint_jax.models import transformer
+from mint_jax.models.config import ModelConfig
+from mint_jax.rollout.score import next_token_logprobs
+from mint_jax.train import state as state_lib
+from mint_jax.train import step
+from mint_jax.train.batch import Batch
+from mint_jax.train.losses import LossCoefs, Targets
+
+# One layer, for XLA's count takes the body of a loop once whatever its length.
+CFG = ModelConfig("llama", vocab_size=40, d_model=48, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=80)
+IN_PLUS_OUT = 2 * (48 + 64) + 2 * (48 + 32) + 3 * (48 + 80)  # q o, k v, gate up down
+B, T, M = 2, 24, 8
+
+
+def counts(ranks):
+    out = {}
+    for rank in ranks:
+        out[bucket_of(rank)] = out.get(bucket_of(rank), 0) + 1
+    return out
+
+
+@functools.cache
+def compiled(program, ranks, resident=()):
+    """One of ``PROGRAMS`` over policies of these ranks, B rows each; ``resident`` says how many slots each bucket has."""
+    specs = transformer.abstract(CFG)
+    params, slots = params_lib.abstract(specs), {b: jax.ShapeDtypeStruct((n,), jnp.int32) for b, n in counts(ranks).items()}
+    state = jax.eval_shape(lambda: state_lib.empty(specs, [AdapterConfig(r) for r in ranks], dict(resident)))
+
+    def struct(dtype, *shape):
+        return jax.ShapeDtypeStruct((len(ranks), *shape), dtype)
+
+    if program == "optim_step":
+        return step.optim_step.lower(state, slots).compile()
+    if program == "score":
+        stacks = {bucket: stack.adapters for bucket, stack in state.items()}
+        lora = jax.eval_shape(lora_tree.bind_slots, stacks, slots)
+        tokens = jax.ShapeDtypeStruct((B * len(ranks), T + 1), jnp.int32)
+        return next_token_logprobs.lower(params, lora, tokens, cfg=CFG).compile()
+    ints, floats, tokens = struct(jnp.int32, B, M), struct(jnp.float32, B, M), struct(jnp.int32, B, T)
+    batch = Batch(tokens, tokens, tokens, tokens, ints, ints, Targets(floats, floats, floats, floats, ints, struct(jnp.float32, 0)))
+    coefs = LossCoefs(*(struct(jnp.int32 if name in ("kind", "kl_kind") else jnp.float32) for name in LossCoefs._fields))
+    return step.forward_backward.lower(params, state, batch, coefs, slots, cfg=CFG, remat="names").compile()
+
+
+def flops(*args) -> float:
+    return compiled(*args).cost_analysis()["flops"]
+
+
+# x A^T and h B are 2 R (D + F) flops a token; backward again twice that, for the factors' and for the inputs' gradients
+@pytest.mark.parametrize(("program", "per_weight"), [("forward_backward", 6), ("score", 2)])
+def test_flops_of_a_policy_follow_its_rank(program, per_weight):
+    low, high, mixed, odd = (flops(program, ranks) for ranks in ((1, 1, 1, 1), (64, 64, 64, 64), (1, 1, 1, 64), (1, 1, 3, 33)))
+    per_rank = (high - low) / (4 * 63)
+    # 10 %: the gradient of the first layer's input is not needed, and additions are counted too
+    assert per_rank == pytest.approx(per_weight * B * T * IN_PLUS_OUT, rel=0.1)
+    # 10 % of the adapters' own work: joining the buckets' rows and adding their parts costs a little more than one bucket
+    assert mixed - low == pytest.approx(63 * per_rank, rel=0.1), "rank 1 next to rank 64 pays for its own rank only"
+    assert odd - mixed == pytest.approx(3 * per_rank, abs=0.1 * 63 * per_rank), "rank 3 pays for bucket 4, rank 33 for bucket 64"
+
+
+def test_flops_of_an_update_follow_the_rank():
+    low, high, mixed = (flops("optim_step", ranks) for ranks in ((1,), (64,), (1, 64)))  # a bucket is one loop over its policies
+    assert mixed == pytest.approx(low + high, rel=0.01), "rank 1 next to rank 64 pays for its own rank only"
+    assert high == pytest.approx(64 * low, rel=0.2)  # what does not depend on the rank is small
+
+
+@pytest.mark.parametrize("program", ["forward_backward", "optim_step"])
+def test_slots_that_are_not_in_the_batch_cost_nothing(program):
+    few, many = (compiled(program, (1, 1, 1, 64), ((1, 3), (64, n))) for n in (2, 30))
+    assert many.cost_analysis()["flops"] == pytest.approx(few.cost_analysis()["flops"], rel=1e-3)  # clamping a few indices is counted
+    one_slot = 4 * 64 * IN_PLUS_OUT  # bytes of one more policy's factors
+    in_place = many.memory_analysis().alias_size_in_bytes - few.memory_analysis().alias_size_in_bytes
+    assert in_place >= 28 * 4 * one_slot, "the state is updated where it is"
+    copied = many.memory_analysis().temp_size_in_bytes - few.memory_analysis().temp_size_in_bytes
+    assert copied < one_slot, f"28 slots that nobody steps cost {copied / one_slot:.0f} times an adapter in copies"

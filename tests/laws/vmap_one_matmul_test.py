@@ -1,0 +1,148 @@
+"""Law 2: a function of one policy under ``vmap`` makes one base matmul over all rows, in the jaxpr and in the compiled program.
+
+Every dimension of the tiny base, the rows and the ranks differ, so that a shape says what an array is.
+"""
+
+import math
+import re
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+
+from mint_jax import params as params_lib
+from mint_jax.lora import tree as lora_tree
+from mint_jax.lora.tree import AdapterConfig
+from mint_jax.models import transformer
+from mint_jax.rollout import generate
+from mint_jax.rollout.sample import SamplingParams
+from mint_jax.train import state as state_lib
+from mint_jax.train import step
+from mint_jax.train.batch import Batch
+from mint_jax.train.losses import LossCoefs, Targets
+
+P, B, T, M = 5, 2, 11, 7  # policies, rows of each, tokens of a row, targets of a row
+RANKS = (1, 3, 4, 6, 7)  # buckets 1, 4, 4, 8, 8
+
+
+def struct(dtype, *shape):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def matrices(cfg) -> dict[frozenset[int], int]:
+    """{in, out} of the projections of a layer -> how many have these dimensions."""
+    D, q, kv, F = cfg.d_model, cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim, cfg.d_ff
+    return {frozenset((D, q)): 2, frozenset((D, kv)): 2, frozenset((D, F)): 3}
+
+
+def base_matmuls_of_hlo(text: str, cfg) -> list[tuple[frozenset[int], int]]:
+    """({in, out} of the base operand, rows of the result) of every product with a base matrix; custom calls count as products."""
+    shapes = {name: tuple(map(int, dims.split(","))) for name, dims in re.findall(r"%([\w.-]+) = \w+\[([\d,]+)\]", text)}
+    calls = re.findall(r"%([\w.-]+) = \w+\[[\d,]+\]\S* (?:dot|convolution|custom-call)\(([^)]*)\)", text)
+    return base_matmuls([([shapes.get(x, ()) for x in re.findall(r"%([\w.-]+)", operands)], shapes[name]) for name, operands in calls], cfg)
+
+
+def base_matmuls_of_jaxpr(jaxpr, cfg) -> list[tuple[frozenset[int], int]]:
+    return base_matmuls([([x.aval.shape for x in e.invars], e.outvars[0].aval.shape) for e in equations(jaxpr) if is_matmul(e)], cfg)
+
+
+def is_matmul(equation) -> bool:
+    return equation.primitive.name in ("dot_general", "conv_general_dilated", "ragged_dot_general")
+
+
+def base_matmuls(products, cfg) -> list[tuple[frozenset[int], int]]:
+    """Of (operand shapes, result shape), those where an operand is one base matrix; a stack of copies is none."""
+    known = {*matrices(cfg), frozenset((cfg.vocab_size, cfg.d_model))}
+    out = []
+    for operands, result in products:
+        for shape in operands:
+            if frozenset(shape[-2:]) in known and math.prod(shape[:-2]) == 1:
+                width = next(n for n in reversed(result) if n in shape[-2:])
+                out.append((frozenset(shape[-2:]), math.prod(result) // width))
+    return out
+
+
+def equations(jaxpr):
+    """All equations, those of inner jaxprs too."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                yield from equations(getattr(inner, "jaxpr", inner))
+
+
+def check(fn, args, cfg, rows: int, passes: int, unembed: Counter) -> None:
+    """Each projection is one product over all ``rows`` a pass; ``unembed`` counts the rows of products with the unembedding."""
+    expected = Counter({(dims, rows): count * passes for dims, count in matrices(cfg).items()})
+    expected += Counter({(frozenset((cfg.vocab_size, cfg.d_model)), n): count for n, count in unembed.items()})
+    traced = fn.trace(*args)
+    assert Counter(base_matmuls_of_jaxpr(traced.jaxpr.jaxpr, cfg)) == expected
+    text = traced.lower().compile().as_text()
+    assert Counter(base_matmuls_of_hlo(text, cfg)) == expected
+    for dims in set(re.findall(r"\w+\[([\d,]+)\]", text)):  # no base matrix once for each policy, wherever the axis is
+        shape = tuple(map(int, dims.split(",")))
+        for matrix in (*matrices(cfg), frozenset((cfg.vocab_size, cfg.d_model))):
+            assert not (matrix <= set(shape) and math.prod(shape) >= P * math.prod(matrix)), f"[{dims}] is a base matrix for every policy"
+
+
+def bound_specs(cfg, slots: dict[int, int]):
+    """``Bound`` of the buckets as shapes."""
+    specs = transformer.abstract(cfg)
+
+    def bind():
+        stacks = {b: lora_tree.empty_stack(specs, lora_tree.LINEAR_TARGETS, b, n) for b, n in slots.items()}
+        return lora_tree.bind_slots(stacks, {b: jnp.arange(n) for b, n in slots.items()})
+
+    return jax.eval_shape(bind)
+
+
+def test_vmap_of_one_policy_is_one_base_matmul(tiny_base):
+    cfg = tiny_base("llama").cfg
+    specs = transformer.abstract(cfg)
+
+    def f(params, adapter, tokens_BT):
+        bound = lora_tree.bind([(jax.tree.map(lambda x: x[:, None], adapter), jnp.ones(1))])
+        positions_BT = jnp.broadcast_to(jnp.arange(T), tokens_BT.shape)
+        return transformer.hidden_states(params, bound, tokens_BT, positions_BT, cfg)[0]
+
+    one = lora_tree.adapter_specs(specs, AdapterConfig(4))
+    adapters = jax.tree.map(lambda s: struct(s.dtype, P, *s.shape), one)
+    args = params_lib.abstract(specs), adapters, struct(jnp.int32, P, B, T)
+    many = jax.jit(jax.vmap(f, in_axes=(None, 0, 0)))
+    check(many, args, cfg, rows=P * B * T, passes=1, unembed=Counter())
+    deltas = [e.outvars[0].aval.shape for e in equations(many.trace(*args).jaxpr.jaxpr) if is_matmul(e) and 4 in e.outvars[0].aval.shape]
+    assert len(deltas) == 7, "one product with A for all policies, a projection"
+    assert all(math.prod(shape) == P * B * T * 4 for shape in deltas)
+
+
+def test_training_step_is_one_base_matmul_forward_and_one_backward(tiny_base):
+    cfg = tiny_base("llama").cfg
+    specs = transformer.abstract(cfg)
+    state = jax.eval_shape(lambda: state_lib.empty(specs, [AdapterConfig(r) for r in RANKS]))
+    ints, floats = struct(jnp.int32, P, B, M), struct(jnp.float32, P, B, M)
+    tokens = struct(jnp.int32, P, B, T)
+    loss = Targets(floats, floats, floats, floats, ints, struct(jnp.float32, P, 0))
+    batch = Batch(tokens, tokens, tokens, tokens, ints, ints, loss)
+    kinds = {"kind": jnp.int32, "kl_kind": jnp.int32}
+    coefs = LossCoefs(*(struct(kinds.get(name, jnp.float32), P) for name in LossCoefs._fields))
+    slots = {1: struct(jnp.int32, 1), 4: struct(jnp.int32, 2), 8: struct(jnp.int32, 2)}
+    fn = jax.jit(lambda *args: step.forward_backward(*args, cfg=cfg, remat="names"))
+    # the forward pass of the unembedding also makes its gradient: logits, and the mean row under them
+    args = params_lib.abstract(specs), state, batch, coefs, slots
+    check(fn, args, cfg, rows=P * B * T, passes=2, unembed=Counter({P * B * M: 2}))
+
+
+def test_sampling_is_one_base_matmul_a_token(tiny_base):
+    cfg = tiny_base("llama").cfg
+    G, C = 2, 6  # rollouts, new tokens
+    sampling = SamplingParams(*(struct(jnp.float32, P * G) for _ in range(4)), struct(jnp.uint32, P * G))
+    sampling = sampling._replace(top_k=struct(jnp.int32, P * G))
+    limits = generate.Limits(struct(jnp.int32, P * G), struct(jnp.int32, P * G, 1))
+    params, lora = params_lib.abstract(transformer.abstract(cfg)), bound_specs(cfg, {1: 1, 4: 2, 8: 2})
+    prefill = jax.jit(lambda *args: generate.prefill(*args, cfg=cfg, rollouts=G, new_tokens=C))
+    args = params, lora, struct(jnp.int32, P, T), struct(jnp.int32, P), sampling, limits
+    check(prefill, args, cfg, rows=P * T, passes=1, unembed=Counter({P: 1}))  # only the last token of a prompt is unembedded
+    cache, state = jax.eval_shape(prefill, *args)
+    decode = jax.jit(lambda *args: generate.decode(*args, cfg=cfg))
+    args = params, lora, cache, struct(jnp.int32, P), state, sampling, limits, struct(jnp.int32)
+    check(decode, args, cfg, rows=P * G, passes=1, unembed=Counter({P * G: 1}))

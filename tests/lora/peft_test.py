@@ -1,0 +1,289 @@
+"""PEFT directories: what we write loads in PEFT, what PEFT writes loads here, and what cannot be imported is refused by name."""
+
+import functools
+import json
+import shutil
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import peft
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from mint_jax import params as params_lib
+from mint_jax.errors import UserError
+from mint_jax.lora import tree
+from mint_jax.lora.peft import is_peft, read_peft, write_peft
+from mint_jax.lora.tree import LINEAR_TARGETS, AdapterConfig
+from mint_jax.models import hf, transformer
+from tests import oracles
+
+torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+LAYER0_Q = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@functools.partial(jax.jit, static_argnames="cfg")
+def _logits(params, bound, tokens_BT, cfg):
+    positions = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
+    return transformer.logits(params, bound, transformer.hidden_states(params, bound, tokens_BT, positions, cfg)[0])
+
+
+def our_logits(base, adapter, config, tokens_BT):
+    one_policy = jax.tree.map(lambda x: jnp.asarray(x)[:, None], adapter)
+    return np.asarray(_logits(base.params, tree.bind([(one_policy, jnp.array([config.scale]))]), tokens_BT, base.cfg))
+
+
+def tables(base):
+    specs = transformer.abstract(base.cfg)
+    shapes = tree.factor_shapes(specs, tree.target_paths(specs))
+    return hf.module_names(base.cfg, shapes), shapes
+
+
+def random_adapter(rng, base, config):
+    draw = lambda spec: rng.normal(0, 0.5 * spec.shape[-1] ** -0.5, spec.shape).astype(np.float32)  # noqa: E731
+    return jax.tree.map(draw, tree.adapter_specs(transformer.abstract(base.cfg), config))
+
+
+def assert_same_logits(ours, theirs, bare):
+    # float32 sums of 48 to 97 terms over 3 layers, in another order than torch's
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=5e-6 * np.abs(theirs).max())
+    assert np.abs(theirs - bare).max() > 1e-2, "the adapter does nothing, so the comparison says nothing"
+
+
+@pytest.fixture
+def saved(rng, hf_dirs, tmp_path):
+    """``saved(family, **LoraConfig)`` -> a directory by PEFT's ``save_pretrained``, random in A and B, and its torch model."""
+
+    def save(family, dtype=torch.float32, **fields):
+        torch.manual_seed(int(rng.integers(2**31)))
+        config = peft.LoraConfig(**({"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]} | fields))
+        model = peft.get_peft_model(oracles.torch_model(hf_dirs(family)), config).eval()
+        with torch.no_grad():
+            for name, p in model.named_parameters():
+                if "lora_" in name:
+                    p.copy_(p.normal_(0, 0.5 * p.shape[-1] ** -0.5).to(dtype))
+        if dtype != torch.float32:
+            for name, p in model.named_parameters():
+                p.data = p.data.to(dtype) if "lora_" in name else p.data
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it also writes the embedding itself, where that is a target
+            model.save_pretrained(tmp_path / "peft")
+        return tmp_path / "peft", model
+
+    return save
+
+
+EXPORTS = {
+    "llama_bias": AdapterConfig(3, 5.0, LINEAR_TARGETS),
+    "qwen3": AdapterConfig(5, 7.0, ("q", "down", "embed", "unembed"), rslora=True),
+    "llama_tied": AdapterConfig(2, 3.0, ("v", "unembed")),
+}
+
+
+@pytest.mark.parametrize(("family", "config"), EXPORTS.items())
+def test_peft_loads_what_we_write_and_reading_it_back_is_exact(family, config, rng, tiny_base, hf_dirs, tmp_path):
+    base = tiny_base(family)
+    adapter, tokens_BT = random_adapter(rng, base, config), rng.integers(0, 97, (2, 9))
+    names, shapes = tables(base)
+    write_peft(tmp_path / "out", adapter, config, names, str(hf_dirs(family)))
+    torch_base = oracles.torch_model(hf_dirs(family))
+    bare = oracles.torch_logits(torch_base, tokens_BT)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*[Mm]issing.*")  # PEFT only warns where it finds no tensors for a module
+        model = peft.PeftModel.from_pretrained(torch_base, tmp_path / "out").eval()
+    assert_same_logits(our_logits(base, adapter, config, tokens_BT), oracles.torch_logits(model, tokens_BT), bare)
+    back, read = read_peft(tmp_path / "out", names, shapes)
+    assert read == AdapterConfig(config.rank, config.alpha, read.targets, config.rslora)
+    assert set(read.targets) == set(config.targets)
+    jax.tree.map(np.testing.assert_array_equal, back, adapter)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"], "nothing of the staging may stay"
+
+
+IMPORTS = {
+    "plain": ("llama_bias", {}),
+    "rslora": ("qwen3", {"use_rslora": True}),
+    "all_linear": ("qwen3", {"target_modules": "all-linear", "r": 3}),
+    "rank_pattern": ("qwen3", {"rank_pattern": {"q_proj": 8, "layers.1.mlp.down_proj": 2}}),
+    "alpha_pattern": ("llama_bias", {"alpha_pattern": {r"layers\.[02]\.self_attn\.q_proj": 3}}),
+    "both": (
+        "llama_bias",
+        {"use_rslora": True, "rank_pattern": {"down_proj": 3}, "alpha_pattern": {"down_proj": 11, "1.self_attn.q_proj": 5}},
+    ),
+    "one_layer": ("llama_bias", {"layers_to_transform": [1]}),
+    "embeddings": ("qwen3", {"target_modules": ["embed_tokens", "lm_head", "k_proj"]}),
+    "float16": ("llama_bias", {"dtype": torch.float16}),
+    "bfloat16": ("llama_bias", {"dtype": torch.bfloat16}),
+}
+
+
+@pytest.mark.parametrize(("family", "fields"), IMPORTS.values(), ids=IMPORTS)
+def test_what_peft_saves_has_the_same_factors_and_logits_here(family, fields, rng, saved, tiny_base, hf_dirs):
+    base, tokens_BT = tiny_base(family), rng.integers(0, 97, (2, 9))
+    directory, model = saved(family, **fields)
+    names, shapes = tables(base)
+    adapter, config = read_peft(directory, names, shapes)
+    tree.check_fits(adapter, config, transformer.abstract(base.cfg), "it")
+    assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(adapter))
+    flat, seen = dict(params_lib.leaves_with_path(adapter)), {path: set() for path in names}
+    for path, modules in names.items():
+        for layer, name in enumerate(modules):
+            module = model.get_submodule(f"base_model.model.{name}")
+            if not hasattr(module, "lora_A"):
+                continue
+            if path == "embed":
+                a, b = module.lora_embedding_A["default"], module.lora_embedding_B["default"]
+            else:
+                a, b = module.lora_A["default"].weight, module.lora_B["default"].weight
+            a, b, scale = a.detach().float().numpy(), b.detach().float().numpy().T, module.scaling["default"]
+            r = a.shape[0]
+            np.testing.assert_array_equal(flat[f"{path}/a"][layer, :r], a)
+            if scale == config.scale:
+                np.testing.assert_array_equal(flat[f"{path}/b"][layer, :r], b)
+            else:  # two float32 roundings: of the ratio of the scales, and of its product with B
+                np.testing.assert_allclose(flat[f"{path}/b"][layer, :r], b.astype(np.float64) * (scale / config.scale), rtol=1.3e-7)
+            assert not np.any(flat[f"{path}/a"][layer, r:]) and not np.any(flat[f"{path}/b"][layer, r:])  # noqa: PT018
+            seen[path].add(layer)
+    assert sum(map(len, seen.values())) > 0
+    for path, leaf in flat.items():
+        for layer in set(range(leaf.shape[0])) - seen[path.rsplit("/", 1)[0]]:
+            assert not np.any(leaf[layer]), "a layer that PEFT left out is zero"
+    bare = oracles.torch_logits(oracles.torch_model(hf_dirs(family)), tokens_BT)
+    if "dtype" not in fields:
+        assert_same_logits(our_logits(base, adapter, config, tokens_BT), oracles.torch_logits(model, tokens_BT), bare)
+
+
+@pytest.fixture(scope="module")
+def written_once(hf_dirs, tmp_path_factory):
+    model = peft.get_peft_model(oracles.torch_model(hf_dirs("llama_bias")), peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"]))
+    made = tmp_path_factory.mktemp("peft")
+    model.save_pretrained(made)
+    return made
+
+
+@pytest.fixture
+def directory(written_once, tmp_path):
+    """A sound directory by PEFT, rank 4 on q_proj and down_proj, to be spoilt."""
+    return shutil.copytree(written_once, tmp_path / "peft")
+
+
+def edit(directory, **fields):
+    config = json.loads((directory / CONFIG).read_text()) | fields
+    (directory / CONFIG).write_text(json.dumps(config))
+
+
+def edit_tensors(directory, change):
+    tensors = load_file(directory / WEIGHTS)
+    change(tensors)
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+
+
+REFUSED_FIELDS = [
+    ({"peft_type": "LOHA"}, "peft_type is 'LOHA'; only LORA"),
+    ({"peft_type": None}, "peft_type is None; only LORA"),
+    ({"use_dora": True}, "use_dora is True, which is not supported"),
+    ({"bias": "lora_only"}, "bias is 'lora_only', which is not supported"),
+    ({"lora_bias": True}, "lora_bias is True"),
+    ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]"),
+    ({"trainable_token_indices": [3]}, r"trainable_token_indices is \[3\]"),
+    ({"target_parameters": ["mlp.experts.down_proj"]}, r"target_parameters is \['mlp.experts.down_proj'\]"),
+    ({"layer_replication": [[0, 2]]}, r"layer_replication is \[\[0, 2\]\]"),
+    ({"r": 5}, "q_proj has rank 4 but adapter_config.json says 5"),
+    ({"rank_pattern": {"layers.1.self_attn.q_proj": 2}}, "layers.1.self_attn.q_proj has rank 4 but adapter_config.json says 2"),
+    # these change what the base or the delta computes, so the factors alone would serve wrong logits
+    ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
+    ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
+    ({"alora_invocation_tokens": [5, 6]}, r"alora_invocation_tokens is \[5, 6\]"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), REFUSED_FIELDS, ids=[f"{n}={v}" for f, _ in REFUSED_FIELDS for n, v in f.items()])
+def test_features_that_change_the_outputs_are_refused(fields, message, directory, tiny_base):
+    edit(directory, **fields)
+    with pytest.raises(UserError, match=message):
+        read_peft(directory, *tables(tiny_base("llama_bias")))
+
+
+def with_nan(tensors):
+    tensors[f"{LAYER0_Q}.lora_B.weight"][2, 1] = np.nan
+
+
+REFUSED_TENSORS = {
+    "no lora_B": (lambda t: t.pop(f"{LAYER0_Q}.lora_B.weight"), "layers.0.self_attn.q_proj has only one of lora_A and lora_B"),
+    "no lora_A": (lambda t: t.pop(f"{LAYER0_Q}.lora_A.weight"), "layers.0.self_attn.q_proj has only one of lora_A and lora_B"),
+    "nothing": (lambda t: t.clear(), "no module of the adapter binds to this base"),
+    "unknown module": (
+        lambda t: t.update({"base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight": np.ones((4, 48), np.float32)}),
+        "'base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight' is no LoRA factor of this base",
+    ),
+    "nan": (with_nan, "dense/attn/q/b has NaN or infinite values"),
+    "width": (
+        lambda t: t.update({f"{LAYER0_Q}.lora_A.weight": np.ones((4, 47), np.float32)}),
+        r"layers.0.self_attn.q_proj has lora_A \(4, 47\) and lora_B \(64, 4\); this base needs \(4, 48\) and \(64, 4\)",
+    ),
+    "ranks of A and B": (
+        lambda t: t.update({f"{LAYER0_Q}.lora_B.weight": np.ones((64, 3), np.float32)}),
+        r"layers.0.self_attn.q_proj has lora_A \(4, 48\) and lora_B \(64, 3\)",
+    ),
+    "transposed": (
+        lambda t: t.update({f"{LAYER0_Q}.lora_A.weight": np.ones((48, 4), np.float32)}),
+        r"layers.0.self_attn.q_proj has lora_A \(48, 4\)",
+    ),
+    "one dimension": (lambda t: t.update({f"{LAYER0_Q}.lora_A.weight": np.ones(4, np.float32)}), r"has lora_A \(4,\)"),
+    "no dimension": (lambda t: t.update({f"{LAYER0_Q}.lora_A.weight": np.ones((), np.float32)}), r"has lora_A \(\)"),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), REFUSED_TENSORS.values(), ids=REFUSED_TENSORS)
+def test_weights_that_do_not_fit_are_refused(change, message, directory, tiny_base):
+    edit_tensors(directory, change)
+    with pytest.raises(UserError, match=message):
+        read_peft(directory, *tables(tiny_base("llama_bias")))
+
+
+REFUSED_FILES = {
+    "no config": (CONFIG, None, "adapter_config.json does not exist: a PEFT adapter is a directory with"),
+    "broken config": (CONFIG, b'{"peft_type": "LORA",', "adapter_config.json is not valid JSON"),
+    "config is a list": (CONFIG, b"[]", "adapter_config.json"),
+    "config is binary": (CONFIG, b"\xff\xfe\x00", "adapter_config.json"),
+    "no weights": (WEIGHTS, None, "adapter_model.safetensors cannot be read"),
+    "cut off": (WEIGHTS, b"\x10\x00\x00", "adapter_model.safetensors cannot be read"),
+}
+
+
+@pytest.mark.parametrize(("name", "content", "message"), REFUSED_FILES.values(), ids=REFUSED_FILES)
+def test_broken_files_are_refused(name, content, message, directory, tiny_base):
+    (directory / name).unlink()
+    if content is not None:
+        (directory / name).write_bytes(content)
+    assert is_peft(directory) == (directory / CONFIG).is_file()
+    with pytest.raises(UserError, match=message):
+        read_peft(directory, *tables(tiny_base("llama_bias")))
+
+
+def test_a_pickle_is_refused_with_the_way_out(directory, tiny_base):
+    (directory / WEIGHTS).rename(directory / "adapter_model.bin")
+    with pytest.raises(UserError, match=r"adapter_model\.bin, is not read: save it with safe_serialization=True"):
+        read_peft(directory, *tables(tiny_base("llama_bias")))
+
+
+def test_a_directory_in_use_is_not_overwritten_and_an_empty_one_is_filled(rng, tiny_base, tmp_path):
+    base, config = tiny_base("llama_bias"), AdapterConfig(2, targets=("q",))
+    adapter, (names, shapes) = random_adapter(rng, base, config), tables(base)
+    (tmp_path / "out").mkdir()
+    write_peft(tmp_path / "out", adapter, config, names)
+    with pytest.raises(UserError, match="out is not empty: choose a new directory, or remove it"):
+        write_peft(tmp_path / "out", random_adapter(rng, base, config), config, names)
+    jax.tree.map(np.testing.assert_array_equal, read_peft(tmp_path / "out", names, shapes)[0], adapter)
+
+
+def test_an_export_that_fails_leaves_nothing(rng, tiny_base, tmp_path):
+    base, config = tiny_base("llama_bias"), AdapterConfig(2, targets=("q",))
+    adapter, (names, _) = random_adapter(rng, base, config), tables(base)
+    with pytest.raises(TypeError):  # a base name that JSON cannot hold
+        write_peft(tmp_path / "out", adapter, config, names, base_name=object())
+    assert list(tmp_path.iterdir()) == []

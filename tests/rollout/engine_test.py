@@ -1,0 +1,242 @@
+"""The engine against transformers: greedy tokens, adapters, log-probabilities, stops, seeds, groups, meshes, refusals.
+
+Prompt lengths are fixed so that few programs are compiled; tokens and adapters are random.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from mint_jax.errors import UserError
+from mint_jax.lora import tree as lora_tree
+from mint_jax.lora.tree import Slot
+from mint_jax.mesh import make_mesh
+from mint_jax.models import base as base_lib
+from mint_jax.models import transformer
+from mint_jax.rollout.engine import DenseEngine, Request
+from tests import oracles
+from tests.rollout.score_test import merged_models, random_adapters, torch_logprobs
+
+NEW = 12
+
+
+def prompts(rng, lengths) -> list[tuple[int, ...]]:
+    return [tuple(rng.integers(0, 97, n).tolist()) for n in lengths]
+
+
+def torch_greedy(model, prompt, new=NEW) -> list[int]:
+    tokens = torch.tensor([prompt])
+    kept = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return model.generate(tokens, attention_mask=torch.ones_like(tokens), **kept)[0, len(prompt) :].tolist()
+
+
+def assert_greedy(mine, theirs, model, prompt):
+    """The same tokens, up to a place where torch itself has the two within 1e-4: there float32 may decide either way."""
+    differ = next((i for i, (x, y) in enumerate(zip(mine, theirs)) if x != y), None)
+    if differ is None:
+        assert len(mine) == len(theirs)
+        return
+    logits_V = oracles.torch_logits(model, np.array([[*prompt, *theirs[:differ]]]))[0, -1]
+    assert logits_V[theirs[differ]] - logits_V[mine[differ]] < 1e-4, (mine, theirs)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_greedy_tokens_equal_transformers_for_mixed_prompt_lengths(rng, tiny_base, hf_dirs, family):
+    model = oracles.torch_model(hf_dirs(family), torch.float64)
+    asked = prompts(rng, (1, 16, 5, 9, 2))
+    results = DenseEngine(tiny_base(family)).generate([Request(p, temperature=0, max_tokens=NEW) for p in asked])
+    for prompt, [c] in zip(asked, results, strict=True):
+        assert_greedy(c.tokens, torch_greedy(model, prompt), model, prompt)
+        assert (c.finish, c.text) == ("length", None)
+
+
+ROWS = ("eight", None, "one", "eight", "tables", None)  # in the buckets 1, 8 and 8, unsorted
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_greedy_tokens_of_mixed_adapters_equal_merged_weights(rng, tiny_base, hf_dirs, family):
+    base = tiny_base(family)
+    adapters = random_adapters(rng, base.cfg)
+    models = merged_models(hf_dirs(family), adapters)
+    stacks, slots = lora_tree.stack_adapters(transformer.abstract(base.cfg), adapters)
+    asked = prompts(rng, (4, 16, 8, 1, 11, 8))
+    requests = [Request(p, slots.get(name), temperature=0, max_tokens=NEW) for p, name in zip(asked, ROWS)]
+    results = DenseEngine(base).generate(requests, stacks)
+    for prompt, name, [c] in zip(asked, ROWS, results, strict=True):
+        assert_greedy(c.tokens, torch_greedy(models[name], prompt), models[name], prompt)
+        wanted = torch_logprobs(models[name], [*prompt, *c.tokens])[-NEW:]
+        np.testing.assert_allclose(c.logprobs, wanted, atol=3e-5)  # float32 through 3 layers; logits are of size 5
+        bare = torch_logprobs(models[None], [*prompt, *c.tokens])[-NEW:]
+        assert name is None or np.abs(wanted - bare).max() > 1e-2, "the adapter must matter"
+
+
+def test_a_mesh_that_splits_rows_gives_equal_tokens(rng, tiny_base, hf_dirs):
+    """Six requests on a mesh whose batches have a multiple of eight rows; the engine pads and drops."""
+    base, spread = tiny_base("llama"), base_lib.load(str(hf_dirs("llama")), make_mesh({"data": 4, "fsdp": 2}))
+    assert spread.row_multiple == 8
+    stacks, slots = lora_tree.stack_adapters(transformer.abstract(base.cfg), random_adapters(rng, base.cfg))
+    requests = [
+        Request(p, slots.get(name), temperature=t, max_tokens=NEW, seed=int(rng.integers(2**31)))
+        for p, name, t in zip(prompts(rng, (4, 16, 8, 1, 11, 8)), ROWS, (0, 0, 1, 1, 0.5, 2))
+    ]
+    one, eight = (DenseEngine(b).generate(requests, stacks) for b in (base, spread))
+    for [x], [y] in zip(one, eight, strict=True):
+        assert x.tokens == y.tokens
+        np.testing.assert_allclose(x.logprobs, y.logprobs, atol=2e-5)  # sums over split dimensions are ordered otherwise
+
+
+def test_groups_keep_the_order_and_every_rows_settings(rng, tiny_base, hf_dirs):
+    """Requests of n = 1 and 2 with other settings each, in groups of four rows: torch agrees with every completion's row."""
+    model = oracles.torch_model(hf_dirs("llama"), torch.float64)
+    shapes = [(16, NEW, 1), (3, NEW, 2), (9, NEW, 1), (16, 1, 2), (5, 7, 1), (14, NEW, 2), (1, 3, 1), (2, 9, 2)]
+    shapes = [shapes[i] for i in rng.permutation(len(shapes))]
+    requests = [
+        Request(
+            p, n=n, max_tokens=most, seed=int(rng.integers(2**32)), temperature=float(rng.uniform(0.5, 2)), top_k=int(rng.integers(1, 6))
+        )
+        for p, (_, most, n) in zip(prompts(rng, [length for length, _, _ in shapes]), shapes)
+    ]
+    seen = []
+    results = DenseEngine(tiny_base(), max_rows=4).generate(requests, progress=lambda *p: seen.append(p))
+    assert seen[-1] == (8, 8)
+    assert len(seen) == 3  # four requests of n = 1 in one group, of n = 2 in two
+    for request, completions in zip(requests, results, strict=True):
+        assert len(completions) == request.n
+        for c in completions:
+            assert len(c.tokens) == len(c.logprobs) == request.max_tokens
+            row = [*request.prompt, *c.tokens]
+            np.testing.assert_allclose(c.logprobs, torch_logprobs(model, row)[-len(c.tokens) :], atol=3e-5)  # as above
+            logits_TV = oracles.torch_logits(model, np.array([row]))[0, len(request.prompt) - 1 : -1]
+            edge_T = np.sort(logits_TV, axis=1)[:, -request.top_k]
+            chosen_T = np.take_along_axis(logits_TV, np.array(c.tokens)[:, None], axis=1)[:, 0]
+            assert (chosen_T >= edge_T - 1e-4).all(), "a token outside its own row's top-k"  # 1e-4: rounding at the edge
+
+
+def test_completion_i_uses_seed_plus_i(rng, tiny_base):
+    [prompt] = prompts(rng, [10])
+    seed = 2**32 - 2  # wraps to 0 for the third
+    engine = DenseEngine(tiny_base())
+    [three] = engine.generate([Request(prompt, n=3, max_tokens=NEW, seed=seed)])
+    apart = engine.generate([Request(prompt, max_tokens=NEW, seed=(seed + i) % 2**32) for i in range(3)])
+    assert [c.tokens for c in three] == [c.tokens for [c] in apart]
+    assert len({tuple(c.tokens) for c in three}) == 3
+    others = [Request(p, max_tokens=NEW, seed=1) for p in prompts(rng, [16, 1])]
+    assert engine.generate([others[0], Request(prompt, max_tokens=NEW, seed=seed), others[1]])[1][0].tokens == three[0].tokens
+
+
+def test_stop_ids_end_a_row_and_are_kept(rng, tiny_base):
+    engine = DenseEngine(tiny_base())
+    requests = [Request(p, max_tokens=NEW, seed=int(rng.integers(2**31))) for p in prompts(rng, (7, 12, 3))]
+    free = [c.tokens for [c] in engine.generate(requests)]
+    stops = [(free[0][4], 96), (free[1][9], free[1][2], 500), ()]
+    results = engine.generate([dataclasses.replace(r, stop_ids=s) for r, s in zip(requests, stops)])
+    for tokens, ids, [c] in zip(free, stops, results, strict=True):
+        first = next((i + 1 for i, token in enumerate(tokens) if token in ids), None)
+        assert c.tokens == tokens[:first]
+        assert len(c.logprobs) == len(c.tokens)
+        assert c.finish == ("length" if first is None else "stop")
+
+
+PIECES = [b"a", b"b", b"ab", b"bc", b" ", b"\xc3", b"\xa9", b"\xe6\x97", b"\xa5", b"c"]  # also halves of characters
+
+
+def decode(ids) -> str:
+    return b"".join(PIECES[i % len(PIECES)] for i in ids).decode(errors="replace")
+
+
+def cut(tokens, stops) -> tuple[list[int], str, str]:
+    """The first prefix of the tokens whose text has a stop string, and the text before it."""
+    for n in range(1, len(tokens) + 1):
+        text = decode(tokens[:n])
+        if found := [text.find(s) for s in stops if s in text]:
+            return tokens[:n], text[: min(found)], "stop"
+    return tokens, decode(tokens), "length"
+
+
+@pytest.mark.parametrize(
+    "stops",
+    [
+        ("é",),  # two tokens
+        ("日",),
+        ("bca", " a"),
+        ("ab", "b"),  # the second is inside the first
+        ("abcab", "bc"),  # the second is complete before the first
+        ("never there",),
+        (),
+    ],
+)
+def test_stop_strings_end_a_completion_with_the_token_that_completes_them(rng, tiny_base, stops):
+    """Against a search over all prefixes of the same seed's tokens without stops; 40 tokens: the host looks several times."""
+    engine = DenseEngine(tiny_base(), decode)
+    requests = [Request(p, max_tokens=40, temperature=3.0, seed=int(rng.integers(2**31))) for p in prompts(rng, (7, 12, 3, 5))]
+    free = [c.tokens for [c] in engine.generate(requests)]
+    results = engine.generate([dataclasses.replace(r, stop=stops) for r in requests])
+    for tokens, [c] in zip(free, results, strict=True):
+        wanted, text, finish = cut(tokens, stops)
+        assert (c.tokens, c.text, c.finish) == (wanted, text, finish)
+        assert len(c.logprobs) == len(wanted)
+
+
+def test_the_text_of_overlapping_stop_strings_ends_before_the_one_completed_first(tiny_base):
+    """``bc`` is complete at the third token, ``abcd`` would be at the fourth: the tokens end with c, so the text is ``a``."""
+    engine = DenseEngine(tiny_base(), lambda ids: "".join("abcd"[i] for i in ids))
+    assert engine._cut([0, 1, 2, 3], Request((0,), stop=("abcd", "bc"))) == (3, "a")
+    assert engine._cut([0, 1, 2], Request((0,), stop=("abcd", "bc"))) == (3, "a")
+
+
+def test_no_requests(tiny_base):
+    assert DenseEngine(tiny_base()).generate([]) == []
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"prompt": ()}, "a prompt has no tokens"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"max_tokens": -3}, "max_tokens is -3"),
+        ({"n": 0}, "n is 0"),
+        ({"prompt": (1,) * 200, "max_tokens": 57}, "200 tokens and max_tokens 57 exceed the context of 256"),
+        ({"prompt": (3, 97)}, "token id 97; this base has ids 0 to 96"),
+        ({"prompt": (3, -2)}, "token id -2; this base has ids 0 to 96"),
+        ({"stop": ("x",)}, r"stop strings \('x',\) need a tokenizer"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_p": -0.5}, "top_p"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"top_k": -1}, "top_k"),
+    ],
+)
+def test_bad_requests_are_refused_before_any_runs(tiny_base, bad, message):
+    """With ``top_p`` 0 or ``min_p`` over 1 no token is left to draw from; a negative temperature or top_k means nothing."""
+    seen = []
+    with pytest.raises(UserError, match=message):
+        DenseEngine(tiny_base()).generate(
+            [Request((1, 2, 3, 4), max_tokens=NEW), Request(**({"prompt": (1,)} | bad))], progress=lambda *p: seen.append(p)
+        )
+    assert not seen
+
+
+def test_an_empty_stop_string_is_refused(tiny_base):
+    """It would be found before the first token."""
+    with pytest.raises(UserError, match="stop"):
+        DenseEngine(tiny_base(), decode).generate([Request((1, 2, 3), stop=("",), max_tokens=NEW)])
+
+
+@pytest.mark.parametrize("slot", [Slot(4, 0), Slot(8, 2)])
+def test_an_adapter_that_is_not_resident_is_refused(rng, tiny_base, slot):
+    """No stack of rank 4, and two slots in that of rank 8: sampling must not go on with whatever an index out of range gives."""
+    base = tiny_base()
+    stacks, _ = lora_tree.stack_adapters(transformer.abstract(base.cfg), random_adapters(rng, base.cfg))
+    with pytest.raises((UserError, KeyError, IndexError)):
+        DenseEngine(base).generate([Request((1, 2, 3), slot, max_tokens=NEW)], stacks)
+
+
+def test_a_prompt_and_its_tokens_may_fill_the_context(rng, tiny_base, hf_dirs):
+    """244 + 12 of 256: shapes are rounded up, but never beyond the context."""
+    [prompt] = prompts(rng, [244])
+    [[c]] = DenseEngine(tiny_base()).generate([Request(prompt, max_tokens=NEW)])
+    wanted = torch_logprobs(oracles.torch_model(hf_dirs("llama"), torch.float64), [*prompt, *c.tokens])[-NEW:]
+    np.testing.assert_allclose(c.logprobs, wanted, atol=3e-5)  # as above

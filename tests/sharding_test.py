@@ -1,0 +1,100 @@
+"""The table of logical axes: what it makes of specs and meshes, and what it refuses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from mint_jax import params as params_lib
+from mint_jax import sharding
+from mint_jax.errors import UserError
+from mint_jax.mesh import make_mesh, single_device_mesh
+from mint_jax.models import transformer
+from mint_jax.models.config import ModelConfig
+from mint_jax.params import ParamSpec
+
+P = PartitionSpec
+
+
+@pytest.mark.parametrize(
+    ("sizes", "axes", "want"),
+    [
+        ({"data": 2, "fsdp": 2, "tensor": 2}, ("batch", "tokens", "act_embed"), P(("data", "fsdp"), None, None)),
+        ({"data": 4, "tensor": 2}, ("batch", "tokens"), P("data", None)),
+        ({"fsdp": 8}, ("batch",), P("fsdp")),
+        ({"tensor": 8}, ("batch", None), P(None, None)),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, ("layers", "embed", "q_heads"), P(None, "fsdp", "tensor")),
+        ({"data": 8}, ("layers", "embed", "q_heads"), P(None, None, None)),
+        ({"fsdp": 2, "expert": 4}, ("experts", "embed", "ffw"), P("expert", "fsdp", None)),
+        ({"fsdp": 4, "tensor": 2}, ("vocab", "embed"), P("tensor", "fsdp")),
+        ({"fsdp": 4, "tensor": 2}, ("layers", "slots", "rank", None), P(None, None, None, None)),
+    ],
+)
+def test_logical_axes_become_mesh_axes(sizes, axes, want):
+    assert sharding.partition(axes, make_mesh(sizes)) == want
+
+
+def test_a_mesh_axis_of_size_one_splits_nothing():
+    assert sharding.partition(("batch", "embed", "ffw"), single_device_mesh()) == P(None, None, None)
+
+
+def test_two_dimensions_on_one_mesh_axis_are_refused():
+    mesh = make_mesh({"data": 4, "tensor": 2})
+    with pytest.raises(ValueError, match=r"\('q_heads', 'ffw'\) map mesh axis 'tensor' to two dimensions: change sharding.RULES"):
+        sharding.partition(("q_heads", "ffw"), mesh)
+    assert sharding.partition(("q_heads", "ffw"), make_mesh({"data": 8})) == P(None, None)
+
+
+def test_an_unknown_logical_axis_is_refused():
+    with pytest.raises(ValueError, match=r"logical axis 'heads' is not in sharding.RULES: add a line there"):
+        sharding.partition(("heads",), single_device_mesh())
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape", "axes", "words"),
+    [
+        ({"tensor": 8}, (30, 64), ("kv_heads", "embed"), ["'tensor' splits 8 ways", "'kv_heads' of size 30"]),
+        ({"fsdp": 4, "tensor": 2}, (3, 30, 64), ("layers", "embed", "ffw"), ["'fsdp' splits 4 ways", "'embed' of size 30"]),
+        ({"data": 2, "fsdp": 4}, (12,), ("batch",), ["('data', 'fsdp') splits 8 ways", "'batch' of size 12"]),
+        ({"expert": 8}, (12, 4, 4), ("experts", "embed", "ffw"), ["'expert' splits 8 ways", "'experts' of size 12"]),
+    ],
+)
+def test_a_dimension_the_mesh_does_not_divide_is_refused(sizes, shape, axes, words):
+    with pytest.raises(UserError) as error:
+        sharding.sharding_of(ParamSpec(shape, axes), make_mesh(sizes))
+    assert all(word in str(error.value) for word in words), str(error.value)
+    assert "does not divide dimension" in str(error.value)
+    assert "choose mesh sizes that divide it (--config.mesh.tensor, .fsdp, .expert)" in str(error.value)
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"fsdp": 4, "tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}, {"data": 8}])
+def test_a_base_is_split_over_fsdp_and_tensor_and_copied_over_data(sizes):
+    cfg = ModelConfig("llama", vocab_size=96, d_model=64, num_layers=2, num_heads=8, num_kv_heads=8, head_dim=8, d_ff=128)
+    specs, mesh = transformer.abstract(cfg), make_mesh(sizes)
+    placed = dict(params_lib.leaves_with_path(sharding.shardings(specs, mesh)))
+    ways = sizes.get("fsdp", 1) * sizes.get("tensor", 1)
+    matrices = 0
+    for path, spec in params_lib.leaves_with_path(specs):
+        is_norm = path.endswith("norm")
+        assert spec.size == np.prod(placed[path].shard_shape(spec.shape)) * (1 if is_norm else ways), path
+        matrices += not is_norm
+    assert matrices == 9
+
+
+def test_constrain_pins_the_layout_where_a_mesh_is_set(rng):
+    mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+    x_BTD = rng.normal(size=(8, 3, 4)).astype(np.float32)
+
+    @jax.jit
+    def double(x):
+        return sharding.constrain(2 * x, "batch", "tokens", "act_embed")
+
+    with jax.set_mesh(mesh):
+        out = double(x_BTD)
+    assert out.sharding.shard_shape(out.shape) == (2, 3, 4)
+    np.testing.assert_array_equal(out, 2 * x_BTD)
+    x = jnp.asarray(x_BTD)
+    assert sharding.constrain(x, "batch", None, None) is x
+    with jax.set_mesh(single_device_mesh()):
+        assert sharding.constrain(x, "batch", None, None) is x

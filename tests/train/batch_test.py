@@ -1,0 +1,134 @@
+"""Packing: for any groups, each target is there once and its position sees exactly the tokens before it."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mint_jax.data.buckets import ShapeBook
+from mint_jax.errors import UserError
+from mint_jax.train.batch import Group, Sequence, cost, pack
+
+TOKEN, NUMBER = st.integers(1, 999), st.floats(-4, 4, width=32)
+
+
+@st.composite
+def sequences(draw):
+    tokens = draw(st.lists(TOKEN, min_size=1, max_size=7))
+    n = len(tokens)
+    weights = draw(st.lists(st.sampled_from([0.0, 0.5, 1.0, -0.25]), min_size=n, max_size=n))
+    columns = [draw(st.none() | st.lists(NUMBER, min_size=n, max_size=n)) for _ in range(3)]
+    return Sequence(tokens, weights, *columns)
+
+
+@st.composite
+def groups(draw):
+    """Anything goes, except that a policy of preference pairs has only pairs."""
+    if draw(st.booleans()):
+        pair = st.builds(
+            Group, st.lists(TOKEN, min_size=1, max_size=6), st.lists(sequences(), min_size=2, max_size=2), st.floats(0, 2, width=32)
+        )
+        return draw(st.lists(pair, min_size=1, max_size=4))
+    plain = st.builds(Group, st.lists(TOKEN, min_size=1, max_size=6), st.lists(sequences(), max_size=5))
+    return draw(st.lists(plain, min_size=1, max_size=5).filter(lambda made: any(g.sequences for g in made)))
+
+
+POLICIES = st.lists(groups(), min_size=1, max_size=3)
+
+
+@settings(deadline=None, database=None, max_examples=100)
+@given(POLICIES, st.none() | st.integers(1, 40), st.sampled_from([1, 2, 3]))
+def test_every_target_is_there_once_and_sees_what_comes_before_it(policies, row_tokens, row_multiple):
+    batch, places = pack(policies, ShapeBook(), row_tokens, row_multiple=row_multiple)
+    P, B, T, M = batch.shape
+    assert len(policies) == P
+    assert B % row_multiple == 0
+    for name in ("tokens", "positions", "own", "parent", "index", "target"):
+        assert getattr(batch, name).dtype == np.int32
+    taken = np.zeros((P, B, M), bool)
+    for p, made in enumerate(policies):
+        listed = [(group.prefix, s) for group in made for s in group.sequences]
+        assert len(places[p]) == len(listed)
+        for number, ((prefix, s), place) in enumerate(zip(listed, places[p])):
+            assert place.policy == p
+            at = np.s_[p, place.row, place.start : place.start + place.count]
+            assert not taken[at].any(), "two sequences share a target"
+            taken[at] = True
+            chosen = np.flatnonzero(s.weights)
+            np.testing.assert_array_equal(batch.target[at], np.array(s.tokens)[chosen])
+            np.testing.assert_array_equal(batch.loss.sequence[at], number)
+            for name in ("weights", "advantages", "old_logp", "ref_logp"):
+                values = getattr(s, name)
+                expected = np.zeros(len(chosen)) if values is None else np.array(values)[chosen]
+                np.testing.assert_array_equal(getattr(batch.loss, name)[at], np.float32(expected), err_msg=name)
+            own, parent = batch.own[p, place.row], batch.parent[p, place.row]
+            for j, index in zip(chosen, batch.index[at]):
+                sees = [k for k in range(index + 1) if own[k] == own[index] or own[k] == parent[index]]
+                assert batch.tokens[p, place.row, sees].tolist() == prefix + s.tokens[:j]
+                assert batch.positions[p, place.row, sees].tolist() == list(range(len(prefix) + j))
+                assert own[index] != 0
+    np.testing.assert_array_equal(batch.loss.weights != 0, taken)
+    for p, made in enumerate(policies):
+        pairs = [g.pair_weight for g in made]
+        np.testing.assert_array_equal(batch.loss.pair_weights[p, : len(pairs)], np.float32(pairs)[: batch.loss.pair_weights.shape[1]])
+        assert not np.any(batch.loss.pair_weights[p, len(pairs) :])
+    longest = max(len(g.prefix) - 1 + len(s.tokens) for made in policies for g in made for s in g.sequences)
+    room = max(longest, row_tokens or max(cost(g) for made in policies for g in made))
+    assert (batch.own != 0).sum(axis=-1).max() <= room
+
+
+def sequence(rng, n, weight=1.0):
+    return Sequence(rng.integers(3, 97, n).tolist(), [weight] * n)
+
+
+def test_a_prompt_is_kept_once_for_all_its_rollouts_and_repeated_only_where_a_row_is_full(rng):
+    group = Group(rng.integers(3, 97, 6).tolist(), [sequence(rng, 5) for _ in range(4)])
+    assert cost(group) == 5 + 20
+    batch, _ = pack([[group]], ShapeBook())
+    assert (batch.own != 0).sum() == 25
+    batch, places = pack([[group]], ShapeBook(), row_tokens=16)
+    assert (batch.own != 0).sum(axis=-1).ravel().tolist() == [15, 15]  # 5 of the prompt and two rollouts of 5 in each row
+    assert [place.row for place in places[0]] == [0, 0, 1, 1]
+
+
+def test_small_groups_share_a_row_without_seeing_each_other(rng):
+    made = [Group([int(rng.integers(3, 97))], [sequence(rng, n)]) for n in (9, 4, 3, 2)]
+    batch, places = pack([made], ShapeBook(), row_tokens=9)
+    assert batch.shape[1] == 2
+    assert sorted(place.row for place in places[0]) == [0, 1, 1, 1]
+    own = batch.own[0, 1]
+    assert len({int(own[batch.index[0, 1, place.start]]) for place in places[0][1:]}) == 3
+
+
+@pytest.mark.parametrize("policies", [[], [[]], [[Group([1], [])]], [[Group([1], [Sequence([2], [1.0])])], []]])
+def test_a_policy_without_sequences_is_refused(policies):
+    with pytest.raises(UserError, match="a policy has no sequences to train on"):
+        pack(policies, ShapeBook())
+
+
+@pytest.mark.parametrize(
+    ("group", "message"),
+    [
+        (Group([], [Sequence([2], [1.0])]), "a group has an empty prefix"),
+        (Group([1], [Sequence([2], [1.0])] * 3, pair_weight=1.0), "a preference pair has 3 sequences; expected 2"),
+        (Group([1], [Sequence([], [])]), "a sequence has 0 tokens and 0 weights; expected the same number, at least 1"),
+        (Group([1], [Sequence([2, 3], [1.0])]), "a sequence has 2 tokens and 1 weights"),
+        (Group([1] * 7, [Sequence([2] * 4, [1.0] * 4)]), "a prompt of 7 and a continuation of 4 tokens exceed the context of 10"),
+    ],
+)
+def test_groups_that_cannot_be_trained_on_are_refused(group, message):
+    with pytest.raises(UserError, match=message):
+        pack([[Group([1], [Sequence([2], [1.0])])], [group]], ShapeBook(), context=10)
+
+
+def test_a_sequence_may_fill_the_context():
+    batch, _ = pack([[Group([1] * 6, [Sequence([2] * 4, [1.0] * 4)])]], ShapeBook(), context=10)
+    assert batch.positions.max() == 8  # the last of 10 tokens is only a target
+
+
+def test_groups_that_are_no_pair_are_refused_beside_preference_pairs(rng):
+    """Pair z is sequences 2z and 2z + 1 of the policy: a group of another size before it would shift its sequences."""
+    pair = Group([1, 2], [sequence(rng, 3), sequence(rng, 4)], pair_weight=0.5)
+    pack([[Group([1], [sequence(rng, 2)] * 2), pair]], ShapeBook())  # of weight 0, but in its place
+    with pytest.raises(UserError, match="has 1 sequences; expected 2"):
+        pack([[Group([1], [sequence(rng, 2)]), pair]], ShapeBook())

@@ -1,0 +1,159 @@
+"""Losses and their gradients against the same formulas written in torch, float64."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from mint_jax.train.losses import KINDS, KL_KINDS, LossCoefs, Targets, policy_loss
+
+B, M, Z = 3, 7, 3  # Z pairs: sequences 0 to 5
+BANDS = {"open": (0.0, np.inf), "band": (0.6, 1.5)}
+EDGES = (0.6, 0.7, 1.5, 1.6)  # of the band and of the clip range: ratios keep off them, where float32 could fall on the other side
+
+
+def coefs(kind, kl_kind="none", band="open"):
+    low, high = BANDS[band]
+    return LossCoefs(KINDS.index(kind), 0.3, 0.6, KL_KINDS.index(kl_kind), 0.37, low, high, 0.8)
+
+
+def stack(all_coefs):
+    dtypes = [np.int32 if name in ("kind", "kl_kind") else np.float32 for name in LossCoefs._fields]
+    return LossCoefs(*(np.array(column, dtype) for column, dtype in zip(zip(*all_coefs), dtypes)))
+
+
+def draw(rng, policies):
+    """Log-probabilities and targets of P policies; a third of the places is padding with nonsense in it."""
+    shape = (policies, B, M)
+    logp, advantages = -rng.exponential(1.0, shape), rng.normal(0, 1, shape)
+    log_ratio = rng.normal(0, 0.5, shape)
+    for edge in EDGES:
+        log_ratio = np.where(np.abs(log_ratio - np.log(edge)) < 1e-3, log_ratio + 3e-3, log_ratio)
+    ref_logp, weights = logp + rng.normal(0, 0.5, shape), rng.uniform(0.1, 1.0, shape)
+    padding = rng.random(shape) < 0.33
+    old_logp = np.where(padding, rng.normal(0, 100, shape), logp - log_ratio)
+    ref_logp, weights = np.where(padding, rng.normal(0, 100, shape), ref_logp), np.where(padding, 0.0, weights)
+    pair_weights = rng.uniform(0.1, 1.0, (policies, Z))
+    pair_weights[:, rng.integers(Z)] = 0.0
+    floats = [np.float32(x) for x in (weights, advantages, old_logp, ref_logp)]
+    return np.float32(logp), Targets(*floats, rng.integers(0, 2 * Z, shape, dtype=np.int32), np.float32(pair_weights))
+
+
+def reference(logp_BM, t, c):
+    """Loss, its gradient and metrics of one policy, over its target tokens only."""
+    live = t.weights != 0
+    logp_all = torch.tensor(np.float64(logp_BM), requires_grad=True)
+    logp = logp_all[torch.tensor(live)]
+    weights, advantage, old, ref = (torch.tensor(np.float64(x[live])) for x in (t.weights, t.advantages, t.old_logp, t.ref_logp))
+    kind, kl_kind = KINDS[c.kind], KL_KINDS[c.kl_kind]
+    ratio = torch.exp(logp - old)
+    clipped = torch.clamp(ratio, 1 - c.clip_low, 1 + c.clip_high)
+    if kl_kind == "k1":
+        advantage = advantage - c.kl * (logp - ref).detach()
+    loss = {
+        "cross_entropy": lambda: -logp,
+        "reinforce": lambda: -advantage * logp,
+        "importance_sampling": lambda: -advantage * ratio,
+        "ppo": lambda: -torch.minimum(ratio * advantage, clipped * advantage),
+        "cispo": lambda: -clipped.detach() * advantage * logp,
+        "dpo": lambda: 0 * logp,
+    }[kind]()
+    k3 = torch.exp(ref - logp) - (ref - logp) - 1
+    if kl_kind == "k3":
+        loss = loss + c.kl * k3
+    outside = (ratio < c.band_low) | (ratio > c.band_high)
+    if kind not in ("cross_entropy", "dpo"):  # nothing was sampled there, so there is no ratio
+        loss = torch.where(outside, 0.0, loss)
+    total = (weights * loss).sum()
+    sequence = torch.tensor(t.sequence[live])
+    gain = [(logp - ref)[sequence == s].sum() for s in range(2 * Z)]
+    margins = [c.dpo_beta * (gain[2 * z] - gain[2 * z + 1]) for z in range(Z)]
+    if kind == "dpo":
+        total = total - sum(w * torch.log(torch.sigmoid(m)) for w, m in zip(np.float64(t.pair_weights), margins))
+    total.backward()
+    paired = [float(m.detach()) for m, w in zip(margins, t.pair_weights) if w > 0]
+    metrics = {
+        "tokens": live.sum(),
+        "logp_sum": logp.sum(),
+        "kl_sum": k3.sum(),
+        "clipped_sum": (clipped != ratio).sum(),
+        "masked_sum": outside.sum(),
+        "gap_sum": (logp - old).abs().sum(),
+        "max_gap": (logp - old).abs().max(),
+        "pairs": len(paired),
+        "margin_sum": sum(paired),
+        "preferred_sum": sum(m > 0 for m in paired),
+    }
+    return float(total.detach()), logp_all.grad.numpy(), {name: float(torch.as_tensor(value).detach()) for name, value in metrics.items()}
+
+
+@jax.jit
+def value_and_grad(logp_PBM, targets, all_coefs):
+    return jax.vmap(jax.value_and_grad(policy_loss, has_aux=True))(logp_PBM, targets, all_coefs)
+
+
+def assert_matches(got, logp_PBM, targets, all_coefs):
+    (losses, metrics), grads = got
+    for p, c in enumerate(all_coefs):
+        name = f"{KINDS[c.kind]} {KL_KINDS[c.kl_kind]} band {c.band_low} {c.band_high}"
+        loss, grad, expected = reference(logp_PBM[p], jax.tree.map(lambda x, p=p: x[p], targets), c)
+        # float32: logp - old_logp carries 1e-7 of a number up to about 10, and a sum has up to 21 terms of size about 5
+        np.testing.assert_allclose(losses[p], loss, rtol=1e-5, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(grads[p], grad, rtol=2e-5, atol=2e-6, err_msg=name)
+        for key, value in expected.items():
+            np.testing.assert_allclose(metrics[key][p], value, rtol=1e-5, atol=2e-5, err_msg=f"{name} {key}")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_gradient_and_metrics_match_the_formula_in_float64(kind, rng):
+    all_coefs = [coefs(kind, kl_kind, band) for kl_kind, band in itertools.product(KL_KINDS, BANDS)]
+    if kind == "dpo":
+        all_coefs[-1] = coefs(kind, "k3")  # with a band: below
+    logp, targets = draw(rng, len(all_coefs))
+    assert_matches(value_and_grad(logp, targets, stack(all_coefs)), logp, targets, all_coefs)
+
+
+def test_policies_of_one_call_may_differ_in_everything(rng):
+    all_coefs = [coefs(*each) for each in itertools.product(KINDS, KL_KINDS, BANDS) if each != ("dpo", "k3", "band")]
+    all_coefs = [all_coefs[i] for i in rng.permutation(len(all_coefs))]
+    all_coefs = [c._replace(clip_low=c.clip_low / 2, kl=0.1 * i) if i % 2 else c for i, c in enumerate(all_coefs)]
+    logp, targets = draw(rng, len(all_coefs))
+    got = value_and_grad(logp, targets, stack(all_coefs))
+    assert_matches(got, logp, targets, all_coefs)
+
+
+def test_a_band_masks_only_what_was_sampled(rng):
+    """Cross-entropy and DPO have no sampler: their ``old_logp`` is a default of 0, and no ratio to judge."""
+    logp, targets = draw(rng, 2)
+    all_coefs = [coefs("cross_entropy", "k3", "band"), coefs("dpo", "k3", "band")]
+    assert_matches(value_and_grad(logp, targets, stack(all_coefs)), logp, targets, all_coefs)
+
+
+@pytest.mark.parametrize(("high", "expected"), [(0.2, 0.0), (0.28, -1.25)])
+def test_ppo_clips_above_and_below_separately(high, expected):
+    """A ratio of 1.25 with a positive advantage: its gradient is zero beyond 1 + clip_high, whatever clip_low is."""
+    one = jnp.ones((1, 1), jnp.float32)
+    targets = Targets(one, one, one * -np.float32(np.log(1.25)), one, jnp.zeros((1, 1), jnp.int32), jnp.zeros((0,)))
+    c = coefs("ppo")._replace(clip_low=0.9, clip_high=high)
+    grad = jax.jit(jax.grad(lambda logp: policy_loss(logp, targets, c)[0]))(jnp.zeros((1, 1)))
+    np.testing.assert_allclose(grad, expected, rtol=1e-6)  # float32 rounding of exp(log(1.25))
+
+
+@pytest.mark.parametrize("gap", [-80.0, 80.0])
+@pytest.mark.parametrize("kind", ["importance_sampling", "ppo", "cispo"])
+def test_absurd_ratios_stay_finite(kind, gap):
+    one = jnp.ones((1, 2), jnp.float32)
+    targets = Targets(one, -one, one * gap - 1, one * gap - 1, jnp.zeros((1, 2), jnp.int32), jnp.zeros((0,)))
+    value, grad = jax.jit(jax.value_and_grad(lambda logp: policy_loss(logp, targets, coefs(kind, "k3"))[0]))(-one)
+    assert np.isfinite(value)
+    assert np.isfinite(grad).all()
+
+
+def test_without_pairs_dpo_costs_nothing(rng):
+    logp, targets = draw(rng, 1)
+    targets = jax.tree.map(lambda x: x[0], targets).replace(pair_weights=np.zeros((0,), np.float32))
+    loss, metrics = jax.jit(policy_loss)(logp[0], targets, coefs("dpo"))
+    assert (loss, metrics["pairs"], metrics["margin_sum"]) == (0, 0, 0)

@@ -1,0 +1,183 @@
+"""Schedules with phases that only take notes: order of calls, real overlap, errors and resuming."""
+
+import threading
+import time
+from collections import Counter
+
+import pytest
+
+from mint_jax.errors import UserError
+from mint_jax.train.schedule import SCHEDULES, Timing, run, units_of
+
+WAIT_S = 60  # only reached when a test fails
+
+
+class Phases:
+    """Notes every device call, and checks that each phase gets what the one before it returned."""
+
+    def __init__(self):
+        self.calls = []
+        self.device = threading.get_ident()
+        self.in_reward = Counter()
+
+    def rollout(self, names, step):
+        assert threading.get_ident() == self.device
+        self.calls.append(("rollout", tuple(names), step))
+        return {name: (name, step) for name in names}
+
+    def reward(self, name, samples):
+        assert threading.get_ident() != self.device
+        assert samples[0] == name
+        self.in_reward[samples] += 1
+        return (*samples, "scored")
+
+    def update(self, scored, step):
+        assert threading.get_ident() == self.device
+        assert scored == {name: (name, step, "scored") for name in scored}
+        self.calls.append(("update", tuple(scored), step))
+
+    def run(self, units, steps, overlap, first=None, **replaced):
+        functions = {name: replaced.get(name, getattr(self, name)) for name in ("rollout", "reward", "update")}
+        first_step = dict.fromkeys((n for unit in units for n in unit), 0) | (first or {})
+        return run(units, first_step, steps, overlap=overlap, **functions)
+
+
+def test_units_are_single_policies_or_cohorts_of_all():
+    names = ["a", "b", "c", "d", "e"]
+    assert units_of(names, "sequential", 3) == units_of(names, "overlapped") == [["a"], ["b"], ["c"], ["d"], ["e"]]
+    assert units_of(names, "batched") == [names]
+    assert units_of(names, "batched", 2) == [["a", "c", "e"], ["b", "d"]]
+
+
+@pytest.mark.parametrize("cohorts", [0, -1, 4])
+def test_more_cohorts_than_policies_are_refused(cohorts):
+    with pytest.raises(UserError, match=f"cohorts is {cohorts}; expected 1 to 3"):
+        units_of(["a", "b", "c"], "batched", cohorts)
+
+
+def test_an_unknown_schedule_is_refused_with_the_choices():
+    with pytest.raises(UserError, match="schedule is 'parallel'; choose one of: sequential, overlapped, batched"):
+        units_of(["a"], "parallel")
+
+
+def test_sequential_policies_take_turns_and_the_device_waits_for_each_reward():
+    phases = Phases()
+
+    def reward(name, samples):
+        time.sleep(0.02)  # room for a device call that should not come
+        return phases.reward(name, samples)
+
+    phases.run([["a"], ["b"]], 2, overlap=False, reward=reward)
+    turns = [(("a",), 0), (("b",), 0), (("a",), 1), (("b",), 1)]
+    assert phases.calls == [(phase, *turn) for turn in turns for phase in ("rollout", "update")]
+
+
+def test_overlapped_the_device_rolls_out_another_unit_while_rewards_are_pending():
+    """The reward of ``a`` waits for the rollout of ``b``: without overlap it would wait for ever."""
+    phases, seen = Phases(), {("b", step): threading.Event() for step in range(3)}
+
+    def rollout(names, step):
+        out = phases.rollout(names, step)
+        for name in names:
+            seen.get((name, step), threading.Event()).set()
+        return out
+
+    def reward(name, samples):
+        if name == "a":
+            assert seen["b", samples[1]].wait(WAIT_S), "the device waited for the reward"
+        return phases.reward(name, samples)
+
+    phases.run([["a"], ["b"]], 3, overlap=True, rollout=rollout, reward=reward)
+    for step in range(3):
+        assert phases.calls.index(("rollout", ("b",), step)) < phases.calls.index(("update", ("a",), step))
+
+
+def test_overlapped_a_slow_reward_holds_up_nobody_else():
+    phases, b_done = Phases(), threading.Event()
+
+    def reward(name, samples):
+        if name == "a":
+            assert b_done.wait(WAIT_S), "b waited for the reward of a"
+        return phases.reward(name, samples)
+
+    def update(scored, step):
+        phases.update(scored, step)
+        if "b" in scored and step == 2:
+            b_done.set()
+
+    phases.run([["a"], ["b"]], 3, overlap=True, reward=reward, update=update)
+    mine = {name: [call for call in phases.calls if call[1] == (name,)] for name in ("a", "b")}
+    assert phases.calls.index(mine["b"][-1]) < phases.calls.index(mine["a"][1])
+    assert mine["a"] == [(phase, ("a",), step) for step in range(3) for phase in ("rollout", "update")]
+
+
+def test_batched_cohorts_are_one_call_each_and_overlap():
+    """The rewards of one cohort's policies run at the same time, and while the other cohort is rolled out."""
+    phases, together = Phases(), threading.Barrier(3)  # a, c and the rollout of b and d
+
+    def reward(name, samples):
+        if name in ("a", "c") and samples[1] == 0:
+            together.wait(WAIT_S)
+        return phases.reward(name, samples)
+
+    def rollout(names, step):
+        if "b" in names and step == 0:
+            together.wait(WAIT_S)
+        return phases.rollout(names, step)
+
+    phases.run(units_of(["a", "b", "c", "d"], "batched", 2), 2, overlap=True, reward=reward, rollout=rollout)
+    assert phases.calls[:2] == [("rollout", ("a", "c"), 0), ("rollout", ("b", "d"), 0)]
+    expected = {(phase, names, step) for phase in ("rollout", "update") for names in (("a", "c"), ("b", "d")) for step in (0, 1)}
+    assert set(phases.calls) == expected
+    assert len(phases.calls) == len(expected)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_policy_does_every_step_once_and_in_order(schedule, rng):
+    names = [f"p{i}" for i in range(5)]
+    units = units_of(names, schedule, int(rng.integers(1, 6)))
+    first = {n: int(f) for unit, f in zip(units, rng.integers(0, 6, len(units))) for n in unit}
+    phases = Phases()
+    phases.run(units, 4, overlap=schedule != "sequential", first=first)
+    for name in names:
+        mine = [(phase, step) for phase, members, step in phases.calls if name in members]
+        assert mine == [(phase, step) for step in range(first[name], 4) for phase in ("rollout", "update")]
+        assert {s: n for s, n in phases.in_reward.items() if s[0] == name} == {(name, step): 1 for step in range(first[name], 4)}
+
+
+def test_a_unit_whose_policies_stand_at_different_steps_is_refused():
+    phases = Phases()
+    with pytest.raises(UserError, match=r"policies \['a', 'b'\] resume at different steps \[1, 2\]"):
+        phases.run([["c"], ["a", "b"]], 5, overlap=True, first={"a": 1, "b": 2})
+    assert phases.calls == []
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("phase", ["rollout", "reward", "update"])
+def test_an_error_comes_out_and_ends_the_device_calls(phase, overlap):
+    phases = Phases()
+
+    def fail(*args):
+        raise ZeroDivisionError(f"in {phase}")
+
+    with pytest.raises(ZeroDivisionError, match=f"in {phase}"):
+        phases.run([["a"]], 3, overlap=overlap, **{phase: fail})
+    assert phases.calls == ([] if phase == "rollout" else [("rollout", ("a",), 0)])
+
+
+def test_one_failed_reward_of_a_unit_stops_its_update():
+    phases = Phases()
+
+    def reward(name, samples):
+        if name == "b":
+            raise ZeroDivisionError("in reward")
+        return phases.reward(name, samples)
+
+    with pytest.raises(ZeroDivisionError):
+        phases.run([["a", "b", "c"]], 2, overlap=True, reward=reward)
+    assert phases.calls == [("rollout", ("a", "b", "c"), 0)]
+
+
+def test_busy_is_the_devices_share_of_the_time():
+    assert Timing(1.0, 2.0, 4.0).busy == 0.75
+    assert Timing().busy == 0.0

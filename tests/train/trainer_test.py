@@ -1,0 +1,255 @@
+"""The trainer: names to slots, accumulation over passes, reference log-probabilities, metrics, and errors by name."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from mint_jax import params as params_lib
+from mint_jax.errors import UserError
+from mint_jax.lora import tree
+from mint_jax.lora.tree import AdapterConfig, Slot
+from mint_jax.models import transformer
+from mint_jax.train import step as step_lib
+from mint_jax.train.batch import Group, Sequence
+from mint_jax.train.losses import KINDS, KL_KINDS
+from mint_jax.train.state import OptimizerConfig
+from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer, stack_coefs, summarise
+from tests import oracles
+
+torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
+
+A = PolicyConfig("a", AdapterConfig(3, 6.0, ("q", "down")), loss=LossConfig("ppo"))
+B = PolicyConfig("b", AdapterConfig(2, 2.0, ("q",)), loss=LossConfig("cross_entropy"))
+
+
+def random_adapter(rng, base, config):
+    draw = lambda spec: rng.normal(0, spec.shape[-1] ** -0.5, spec.shape).astype(np.float32)  # noqa: E731
+    return jax.tree.map(draw, tree.adapter_specs(transformer.abstract(base.cfg), config))
+
+
+def random_group(rng, prompt, lengths, **fields):
+    def sequence(n):
+        columns = [rng.normal(size=n).tolist(), (-rng.exponential(4, n)).tolist()]
+        return Sequence(rng.integers(3, 97, n).tolist(), rng.uniform(0.1, 1, n).tolist(), *columns)
+
+    return Group(rng.integers(3, 97, prompt).tolist(), [sequence(n) for n in lengths], **fields)
+
+
+def torch_logp(model, prompt, tokens):
+    logp = torch.log_softmax(torch.tensor(oracles.torch_logits(model, [prompt + tokens])[0]), -1)
+    return logp[range(len(prompt) - 1, len(prompt) + len(tokens) - 1), tokens].numpy()
+
+
+def merged(model, adapter, config):
+    """The adapter of ``q`` added to the torch model's weights."""
+    q = adapter["dense"]["attn"]["q"]
+    with torch.no_grad():
+        for layer, a_RD, b_RF in zip(model.model.layers, q["a"], q["b"]):
+            layer.self_attn.q_proj.weight += torch.tensor(config.scale * b_RF.T @ a_RD)
+    return model
+
+
+def host_copy(state):
+    return jax.tree.map(np.array, state)
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """The shapes (P, B, T, M) of the batches that reach the device."""
+    seen, real = [], step_lib.forward_backward
+
+    def watched(params, state, batch, *args, **kwargs):
+        seen.append(batch.shape)
+        return real(params, state, batch, *args, **kwargs)
+
+    monkeypatch.setattr(step_lib, "forward_backward", watched)
+    return seen
+
+
+def test_several_small_passes_add_up_to_one_large_one(rng, tiny_base, passes):
+    """``b`` has fewer groups than ``a`` and sits the last pass out."""
+    base = tiny_base()
+    adapters = {p.name: random_adapter(rng, base, p.adapter) for p in (A, B)}
+    groups = {"a": [random_group(rng, 5, (6, 6)) for _ in range(4)], "b": [random_group(rng, 5, (6, 6)) for _ in range(2)]}
+    results = {}
+    for max_tokens in (16384, 64):
+        trainer = Trainer(base, [A, B], max_tokens)
+        for name, adapter in adapters.items():
+            trainer.load_adapter(name, adapter)
+        totals = trainer.forward_backward(groups)
+        results[max_tokens] = totals, host_copy({b: s.grad_sum for b, s in trainer.state.items()})
+    assert [shape[:3] for shape in passes] == [(2, 4, 16), (2, 2, 16), (1, 2, 16)]
+    (one, one_sum), (several, sums) = results.values()
+    for path, expected in params_lib.leaves_with_path(one_sum[4]):  # float32 sums in another order
+        got = dict(params_lib.leaves_with_path(sums[4]))[path]
+        assert np.abs(expected).max() > 1e-4
+        np.testing.assert_allclose(got, expected, rtol=0, atol=5e-5 * np.abs(expected).max(), err_msg=path)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=5e-5 * np.abs(y).max()), sums[2], one_sum[2])
+    for name in groups:
+        assert several[name].keys() == one[name].keys()
+        for key, value in one[name].items():
+            np.testing.assert_allclose(several[name][key], value, rtol=1e-5, atol=1e-4, err_msg=key)  # sums of 48 numbers of size 5
+
+
+def test_a_pass_stays_within_max_tokens_with_its_padding(rng, tiny_base, passes):
+    """Rows are as long as the longest group: one long group beside short ones makes padding, which takes memory too."""
+    trainer = Trainer(tiny_base(), [B], max_tokens=48)
+    trainer.forward_backward({"b": [random_group(rng, 1, (n,)) for n in (16, 9, 9, 9)]})
+    assert all(P * rows * T <= 48 for P, rows, T, _ in passes), passes
+
+
+def test_gradients_go_to_the_named_policies_only(rng, tiny_base):
+    other = dataclasses.replace(A, name="other", seed=1)
+    trainer = Trainer(tiny_base(), [A, other, B])
+    assert trainer.slots == {"a": Slot(4, 0), "other": Slot(4, 1), "b": Slot(2, 0)}
+    trainer.forward_backward({"other": [random_group(rng, 5, (6, 6))]})
+    before = host_copy(trainer.state)
+    trainer.update({"b": [random_group(rng, 5, (6, 6))], "a": [random_group(rng, 5, (6, 6))]})
+    after = host_copy(trainer.state)
+    mine = lambda state: jax.tree.map(lambda x: x[1] if x.ndim == 1 else x[:, 1], state[4])  # noqa: E731
+    jax.tree.map(np.testing.assert_array_equal, mine(after), mine(before))
+    np.testing.assert_array_equal(after[4].steps, [1, 0])
+    assert any(np.any(x) for x in jax.tree.leaves(mine(after).grad_sum))
+    assert all(trainer.stacks[b] is trainer.state[b].adapters for b in (2, 4)), "sampling reads the very arrays that are trained"
+
+
+def test_a_policy_s_adapter_comes_back_at_its_own_rank_and_targets(rng, tiny_base):
+    base, wide = tiny_base(), dataclasses.replace(A, name="wide", adapter=AdapterConfig(4, 1.0, ("up", "embed")))
+    trainer = Trainer(base, [wide, A], remat="none")
+    adapters = {p.name: random_adapter(rng, base, p.adapter) for p in (wide, A)}
+    for name, adapter in adapters.items():
+        trainer.load_adapter(name, adapter)
+    for name, adapter in adapters.items():
+        jax.tree.map(np.testing.assert_array_equal, trainer.adapter(name), adapter)
+    fresh = tree.init_adapter(trainer.specs, A.adapter, jax.random.key(7))
+    reseeded = Trainer(base, [dataclasses.replace(A, seed=7)])
+    jax.tree.map(np.testing.assert_array_equal, reseeded.adapter("a"), params_lib.to_host(fresh))
+
+
+def test_reference_logprobs_are_those_of_the_bare_model(rng, tiny_base, hf_dirs):
+    base, model = tiny_base(), oracles.torch_model(hf_dirs("llama"))
+    trainer = Trainer(base, [dataclasses.replace(A, loss=LossConfig("ppo", kl_kind="k3", kl=0.1))], max_tokens=32)
+    trainer.load_adapter("a", random_adapter(rng, base, A.adapter))
+    groups = [random_group(rng, 4, (5, 3)), random_group(rng, 1, (6,)), random_group(rng, 7, (2, 1, 4))]
+    groups[0].sequences[0].weights[1] = groups[2].sequences[2].weights[0] = 0.0
+    trainer.forward_backward({"a": groups})
+    for g in groups:
+        for s in g.sequences:
+            expected = np.where(np.array(s.weights) != 0, torch_logp(model, g.prefix, s.tokens), 0.0)
+            np.testing.assert_allclose(s.ref_logp, expected, rtol=0, atol=2e-5)  # float32 log-softmax over 97 logits, 3 layers
+
+
+def test_reference_logprobs_are_computed_where_a_loss_needs_them_and_kept_where_given(rng, tiny_base):
+    policies = [dataclasses.replace(A, name=n, loss=loss) for n, loss in {
+        "kl": LossConfig("ppo", kl_kind="k3", kl=0.1), "off": LossConfig("ppo", kl_kind="k3", kl=0.0), "none": LossConfig("ppo", kl=0.1),
+    }.items()]  # fmt: skip
+    trainer = Trainer(tiny_base(), policies)
+    groups = {p.name: [random_group(rng, 5, (6, 6)), random_group(rng, 5, (6, 6))] for p in policies}
+    given = [[0.25] * 6, [-1.0] * 6]
+    for s, values in zip(groups["kl"][1].sequences, given):
+        s.ref_logp = values
+    trainer.forward_backward(groups)
+    assert [s.ref_logp for s in groups["kl"][1].sequences] == given
+    assert all(s.ref_logp is not None for s in groups["kl"][0].sequences)
+    assert all(s.ref_logp is None for name in ("off", "none") for g in groups[name] for s in g.sequences)
+
+
+def test_dpo_metrics_match_torch_with_the_adapter_merged(rng, tiny_base, hf_dirs):
+    base, dpo = tiny_base(), dataclasses.replace(B, loss=LossConfig("dpo", dpo_beta=0.7))
+    adapter = random_adapter(rng, base, dpo.adapter)
+    trainer = Trainer(base, [dpo])
+    trainer.load_adapter("b", adapter)
+    groups = [random_group(rng, 4, (5, 3), pair_weight=0.25), random_group(rng, 2, (1, 6), pair_weight=0.75)]
+    got = trainer.update({"b": groups})["b"]
+    bare, tuned = oracles.torch_model(hf_dirs("llama")), merged(oracles.torch_model(hf_dirs("llama")), adapter, dpo.adapter)
+    margins, logps = [], []
+    for g in groups:
+        logp = [torch_logp(tuned, g.prefix, s.tokens).astype(np.float64) for s in g.sequences]
+        gain = [x.sum() - torch_logp(bare, g.prefix, s.tokens).sum() for x, s in zip(logp, g.sequences)]
+        margins.append(0.7 * (gain[0] - gain[1]))
+        logps += logp
+    expected = {
+        "loss": sum(w * np.log1p(np.exp(-m)) for w, m in zip((0.25, 0.75), margins)),
+        "margin": np.mean(margins),
+        "preferred": np.mean(np.array(margins) > 0),
+        "logp": np.concatenate(logps).mean(),
+        "tokens": 15,
+    }
+    for key, value in expected.items():
+        np.testing.assert_allclose(got[key], value, rtol=0, atol=1e-4, err_msg=key)  # float32 sums of up to 6 logprobs of about 5
+    assert min(map(abs, margins)) > 1e-3
+
+
+def test_means_are_reported_for_what_a_loss_has():
+    totals = {"loss": 3.0, "tokens": 4.0, "pairs": 2.0, "logp_sum": -8.0, "kl_sum": 1.0, "clipped_sum": 2.0, "masked_sum": 3.0}
+    totals |= {"gap_sum": 5.0, "max_gap": 4.5, "margin_sum": 7.0, "preferred_sum": 1.0}
+    shared = {"loss": 3.0, "tokens": 4.0, "logp": -2.0}
+    sampled = {"clipped": 0.5, "masked": 0.75, "gap": 1.25, "max_gap": 4.5}
+    alone = totals | {"pairs": 0.0}
+    assert summarise(alone, LossConfig("cross_entropy")) == shared
+    assert summarise(alone, LossConfig("ppo")) == shared | sampled
+    assert summarise(alone, LossConfig("ppo", kl_kind="k1", kl=0.1)) == shared | sampled | {"kl": 0.25}
+    assert summarise(totals, LossConfig("dpo")) == shared | {"kl": 0.25, "margin": 3.5, "preferred": 0.5}
+
+
+def test_loss_configs_become_columns_of_numbers():
+    configs = [LossConfig("dpo", kl_kind="k3", kl=0.5, dpo_beta=0.3), LossConfig("cispo", 0.1, 0.4, "none", 0.0, 0.5, 2.0)]
+    c = stack_coefs(configs)
+    assert c.kind.tolist() == [KINDS.index("dpo"), KINDS.index("cispo")]
+    assert c.kl_kind.tolist() == [KL_KINDS.index("k3"), KL_KINDS.index("none")]
+    for name in ("clip_low", "clip_high", "kl", "band_low", "band_high", "dpo_beta"):
+        np.testing.assert_array_equal(getattr(c, name), np.float32([getattr(each, name) for each in configs]))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda base: Trainer(base, [A, B, A]), r"policy names \['a', 'b', 'a'\] are not distinct: rename one"),
+        (lambda base: Trainer(base, [A], remat="some"), "remat is 'some'; choose one of: none, names, full"),
+        (lambda base: Trainer(base, [dataclasses.replace(A, adapter=AdapterConfig(0))]), "rank is 0; expected 1 to 1024"),
+        (
+            lambda base: Trainer(base, [dataclasses.replace(A, adapter=AdapterConfig(4, targets=("query",)))]),
+            "target 'query' is not a projection of this base; choose from embed, q",
+        ),
+        (lambda base: LossConfig("grpo"), "loss is 'grpo'; choose one of: cross_entropy, reinforce"),
+        (lambda base: LossConfig(kl_kind="k2"), "kl_kind is 'k2'; choose one of: none, k1, k3"),
+    ],
+    ids=["names", "remat", "rank", "target", "loss", "kl_kind"],
+)
+def test_what_cannot_be_trained_is_refused_by_name(make, message, tiny_base):
+    with pytest.raises(UserError, match=message):
+        make(tiny_base())
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda t: t.forward_backward({"c": []}),
+        lambda t: t.update({"a": [], "c": []}),
+        lambda t: t.optim_step(["a", "c"]),
+        lambda t: t.adapter("c"),
+        lambda t: t.load_adapter("c", {}),
+    ],
+    ids=["forward_backward", "update", "optim_step", "adapter", "load_adapter"],
+)
+def test_an_unknown_policy_is_refused_with_the_known_ones(call, tiny_base):
+    with pytest.raises(UserError, match="policy 'c' is not in training; policies are a, b"):
+        call(Trainer(tiny_base(), [A, B]))
+
+
+def test_a_policy_without_groups_is_refused_and_not_updated(rng, tiny_base):
+    policy = dataclasses.replace(B, optimizer=OptimizerConfig(weight_decay=0.1))
+    trainer = Trainer(tiny_base(), [policy, A])
+    before = trainer.adapter("b")
+    with pytest.raises(UserError, match="no sequences to train on"):
+        trainer.update({"a": [random_group(rng, 5, (6, 6))], "b": []})
+    jax.tree.map(np.testing.assert_array_equal, trainer.adapter("b"), before)
+
+
+def test_a_sequence_beyond_the_context_is_refused(rng, tiny_base):
+    base = tiny_base()
+    with pytest.raises(UserError, match=r"a prompt of 200 and a continuation of 57 tokens exceed the context of 256"):
+        Trainer(base, [B]).forward_backward({"b": [random_group(rng, 200, (57,))]})
