@@ -37,8 +37,74 @@ class RopeScaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class Experts:
+    """Routed experts in place of an MLP (Shazeer et al. 2017, arXiv 1701.06538).
+
+    Attributes:
+        count: E routed experts of a layer.
+        per_token: X experts that each token visits.
+        width: F of one expert.
+        shared: experts that every token visits, kept as one MLP of ``shared * width``.
+        scores: ``softmax`` over all experts, or ``sigmoid`` of each with a bias that only the choice sees (DeepSeek-V3,
+            arXiv 2412.19437, section 2.1.2).
+        normalise: the chosen weights are divided by their sum.
+        scale: factor on the weights after that.
+        groups, groups_chosen: experts come from the best ``groups_chosen`` of ``groups`` equal groups.
+    """
+
+    count: int
+    per_token: int
+    width: int
+    shared: int = 0
+    scores: str = "softmax"
+    normalise: bool = True
+    scale: float = 1.0
+    groups: int = 1
+    groups_chosen: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1).
+
+    Attributes:
+        q_latent: width of the query's bottleneck; 0 where queries come straight from the residual stream.
+        kv_latent: C, width of the latent from which keys and values are expanded.
+        nope, rope: dimensions of a head's key without and with rotary position; the rotary part is shared by the heads.
+        value: dimensions of a head's value.
+    """
+
+    q_latent: int
+    kv_latent: int
+    nope: int
+    rope: int
+    value: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Indexer:
+    """The lightning indexer of sparse attention (DeepSeek-V3.2, section 2.1).
+
+    Attributes:
+        heads, width: I heads of this many dimensions.
+        topk: keys that a query attends to.
+        interleaved: rotary pairs are neighbours; otherwise the halves of the head.
+        full: per layer, whether it has an indexer; the others reuse the choice of the last layer that has one.
+    """
+
+    heads: int
+    width: int
+    topk: int
+    interleaved: bool
+    full: tuple[bool, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Dimensions and switches of a decoder. Letters as in the style of this code base: D, F, N, K, H, V, L."""
+    """Dimensions and switches of a decoder. Letters as in the style of this code base: D, F, N, K, H, V, L.
+
+    ``latent`` replaces grouped-query attention, ``experts`` the MLP of all but the first ``dense_layers`` layers.
+    """
 
     family: str
     vocab_size: int
@@ -57,11 +123,26 @@ class ModelConfig:
     mlp_bias: bool = False
     tie_embeddings: bool = False
     context: int = 8192
+    experts: Experts | None = None
+    dense_layers: int = 0
+    latent: Latent | None = None
+    indexer: Indexer | None = None
 
     @property
     def stacks(self) -> dict[str, int]:
         """Layer kind -> number of layers, in the order they run."""
-        return {"dense": self.num_layers}
+        dense = self.num_layers if self.experts is None else self.dense_layers
+        return {kind: layers for kind, layers in (("dense", dense), ("moe", self.num_layers - dense)) if layers}
+
+    def layers_of(self, kind: str) -> range:
+        """The layers of one stack, numbered through the model."""
+        first = 0 if kind == "dense" or "dense" not in self.stacks else self.stacks["dense"]
+        return range(first, first + self.stacks[kind])
+
+    @property
+    def rope_dim(self) -> int:
+        """Dimensions of a head that carry rotary position."""
+        return self.latent.rope if self.latent is not None else self.head_dim
 
     def replace(self, **changes: Any) -> "ModelConfig":
         return dataclasses.replace(self, **changes)
@@ -145,10 +226,106 @@ def _qwen3(hf: dict[str, Any]) -> ModelConfig:
     return ModelConfig("qwen3", **_decoder_fields(hf), qkv_bias=bias, o_bias=bias, qk_norm=True)
 
 
+def _qwen3_moe(hf: dict[str, Any]) -> ModelConfig:
+    if hf.get("mlp_only_layers") or hf.get("decoder_sparse_step", 1) != 1:
+        raise UserError(
+            "Qwen3-MoE with mlp_only_layers or decoder_sparse_step != 1 is not supported: every layer needs experts"
+        )
+    bias = bool(hf.get("attention_bias", False))
+    experts = Experts(
+        count=_number(int, hf, "num_experts"),
+        per_token=_number(int, hf, "num_experts_per_tok"),
+        width=_number(int, hf, "moe_intermediate_size"),
+        normalise=bool(hf.get("norm_topk_prob", False)),
+    )
+    return ModelConfig("qwen3_moe", **_decoder_fields(hf), qkv_bias=bias, o_bias=bias, qk_norm=True, experts=_checked(experts))
+
+
+def _checked(experts: Experts) -> Experts:
+    if not 1 <= experts.per_token <= experts.count:
+        raise UserError(f"num_experts_per_tok is {experts.per_token}, of {experts.count} experts: config.json is damaged")
+    if experts.count % experts.groups or not 1 <= experts.groups_chosen <= experts.groups:
+        raise UserError(
+            f"{experts.count} experts in {experts.groups} groups of which {experts.groups_chosen} are chosen: the groups must be equal, "
+            "config.json is damaged"
+        )
+    return experts
+
+
+def _deepseek(family: str, hf: dict[str, Any]) -> ModelConfig:
+    """DeepSeek-V3 and its kin (Kimi-K2, Moonlight): latent attention, sigmoid routing, shared experts, dense first layers."""
+    fields = _decoder_fields({**hf, "head_dim": None})
+    if hf.get("moe_layer_freq", 1) != 1:
+        raise UserError(f"moe_layer_freq is {hf['moe_layer_freq']}; only 1 is supported: every layer after the dense prefix has experts")
+    if not hf.get("rope_interleave", True):
+        raise UserError("rope_interleave is false, which is not supported: rotary pairs must be neighbours")
+    if hf.get("attention_bias"):
+        raise UserError("attention_bias is true, which latent attention does not support here")
+    experts = Experts(
+        count=_number(int, hf, "n_routed_experts"),
+        per_token=_number(int, hf, "num_experts_per_tok"),
+        width=_number(int, hf, "moe_intermediate_size"),
+        shared=_number(int, {"n_shared_experts": 0} | _present(hf), "n_shared_experts"),
+        scores="sigmoid",
+        normalise=bool(hf.get("norm_topk_prob", True)),
+        scale=_number(float, hf, "routed_scaling_factor", 1.0),
+        groups=_number(int, {"n_group": 1} | _present(hf), "n_group"),
+        groups_chosen=_number(int, {"topk_group": 1} | _present(hf), "topk_group"),
+    )
+    latent = Latent(
+        q_latent=_number(int, {"q_lora_rank": 0} | _present(hf), "q_lora_rank"),
+        kv_latent=_number(int, hf, "kv_lora_rank"),
+        nope=_number(int, hf, "qk_nope_head_dim"),
+        rope=_number(int, hf, "qk_rope_head_dim"),
+        value=_number(int, hf, "v_head_dim"),
+    )
+    fields["head_dim"] = latent.nope + latent.rope
+    types = hf.get("mlp_layer_types")
+    dense = types.count("dense") if types else _number(int, hf, "first_k_dense_replace", 0)
+    if types and types != ["dense"] * dense + ["sparse"] * (len(types) - dense):
+        raise UserError("mlp_layer_types mixes dense and sparse layers; only a dense prefix is supported")
+    return ModelConfig(family, **fields, experts=_checked(experts), dense_layers=min(dense, fields["num_layers"]), latent=latent)
+
+
+def _deepseek_v3(hf: dict[str, Any]) -> ModelConfig:
+    return _deepseek("deepseek_v3", hf)
+
+
+def _with_indexer(cfg: ModelConfig, hf: dict[str, Any], interleaved: bool, full: tuple[bool, ...]) -> ModelConfig:
+    if not cfg.latent or not cfg.latent.q_latent:
+        raise UserError("q_lora_rank is null: the indexer reads the query's latent, which this checkpoint does not have")
+    if len(full) != cfg.num_layers or not full[0]:
+        raise UserError(
+            f"indexer_types has {len(full)} entries for {cfg.num_layers} layers, of which the first must be 'full'"
+        )
+    width = _number(int, hf, "index_head_dim")
+    return cfg.replace(indexer=Indexer(_number(int, hf, "index_n_heads"), width, _number(int, hf, "index_topk"), interleaved, full))
+
+
+def _deepseek_v32(hf: dict[str, Any]) -> ModelConfig:
+    cfg = _deepseek("deepseek_v32", hf)
+    return _with_indexer(cfg, hf, False, (True,) * cfg.num_layers)
+
+
+def _glm_moe_dsa(hf: dict[str, Any]) -> ModelConfig:
+    cfg = _deepseek("glm_moe_dsa", hf)
+    types = hf.get("indexer_types")
+    if types is None and (pattern := hf.get("index_topk_pattern")) is not None:
+        types = [{"F": "full", "S": "shared"}.get(c, c) for c in pattern]
+    if types is None:
+        every, offset = max(hf.get("index_topk_freq", 1), 1), hf.get("index_skip_topk_offset", 2)
+        types = ["full" if max(i - offset + 1, 0) % every == 0 else "shared" for i in range(cfg.num_layers)]
+    return _with_indexer(cfg, hf, True, tuple(kind == "full" for kind in types))
+
+
 FAMILIES = {  # `architectures` entry of config.json -> mapping
     "LlamaForCausalLM": _llama,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
+    "DeepseekV3ForCausalLM": _deepseek_v3,  # also Kimi-K2 and Moonlight
+    "DeepseekV32ForCausalLM": _deepseek_v32,
+    "GlmMoeDsaForCausalLM": _glm_moe_dsa,
 }
 
 
@@ -166,7 +343,7 @@ def from_hf(hf: dict[str, Any]) -> ModelConfig:
         raise UserError(f"the checkpoint is quantised (quant_method {method!r}), which is not read: take the unquantised checkpoint")
     if hf.get("hidden_act", "silu") not in ("silu", "swish"):
         raise UserError(f"hidden_act is {hf['hidden_act']!r}; only silu is supported")
-    if hf.get("use_sliding_window") or (hf.get("layer_types") and set(hf["layer_types"]) != {"full_attention"}):
+    if hf.get("use_sliding_window") or not set(hf.get("layer_types") or ()) <= {"full_attention", "indexed_attention"}:
         raise UserError("sliding-window attention is not supported: use_sliding_window must be false and all layer_types full_attention")
     try:
         return FAMILIES[names[0]](hf)

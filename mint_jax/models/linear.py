@@ -6,6 +6,15 @@ import jax
 import jax.numpy as jnp
 
 from mint_jax.lora.apply import Bound, batch_delta
+from mint_jax.params import ParamSpec
+
+
+def matrix(L: int, d_in: int, d_out: int, axes: tuple[str, str], dtype: Any, bias: bool = False) -> dict[str, ParamSpec]:
+    """The specs of one projection in ``L`` stacked layers: ``w [L, in, out]`` and, if asked for, ``b [L, out]``."""
+    leaf = {"w": ParamSpec((L, d_in, d_out), ("layers", *axes), dtype)}
+    if bias:
+        leaf["b"] = ParamSpec((L, d_out), ("layers", axes[1]), dtype, "zeros")
+    return leaf
 
 
 def project(x_BTD: jax.Array, params: dict[str, Any], lora: Bound | None, name: str) -> jax.Array:

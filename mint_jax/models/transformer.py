@@ -13,9 +13,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from mint_jax.lora.apply import Bound, batch_delta, embedding_delta
+from mint_jax.models import mlp
 from mint_jax.models.attention import Past, Segments, cached_attention, packed_attention
 from mint_jax.models.config import ModelConfig
-from mint_jax.models.linear import project
+from mint_jax.models.linear import matrix, project
 from mint_jax.models.norm import rms_norm
 from mint_jax.models.rope import rope_tables, rotate
 from mint_jax.params import ParamSpec
@@ -46,38 +47,31 @@ class Context(NamedTuple):
 
 
 def abstract(cfg: ModelConfig, dtype: Any = jnp.float32) -> Any:
-    """The ``ParamSpec`` tree of a base."""
-    L, D, H = cfg.num_layers, cfg.d_model, cfg.head_dim
-
-    def matrix(d_in: int, d_out: int, axes: tuple[str, str], bias: bool) -> dict[str, ParamSpec]:
-        leaf = {"w": ParamSpec((L, d_in, d_out), ("layers", *axes), dtype)}
-        if bias:
-            leaf["b"] = ParamSpec((L, d_out), ("layers", axes[1]), dtype, "zeros")
-        return leaf
-
-    attn: dict[str, Any] = {
-        "norm": ParamSpec((L, D), ("layers", "norm"), dtype, "ones"),
-        "q": matrix(D, cfg.num_heads * H, ("embed", "q_heads"), cfg.qkv_bias),
-        "k": matrix(D, cfg.num_kv_heads * H, ("embed", "kv_heads"), cfg.qkv_bias),
-        "v": matrix(D, cfg.num_kv_heads * H, ("embed", "kv_heads"), cfg.qkv_bias),
-        "o": matrix(cfg.num_heads * H, D, ("q_heads", "embed"), cfg.o_bias),
-    }
-    if cfg.qk_norm:
-        attn |= {name: ParamSpec((L, H), ("layers", "norm"), dtype, "ones") for name in ("q_norm", "k_norm")}
-    mlp = {
-        "norm": ParamSpec((L, D), ("layers", "norm"), dtype, "ones"),
-        "gate": matrix(D, cfg.d_ff, ("embed", "ffw"), cfg.mlp_bias),
-        "up": matrix(D, cfg.d_ff, ("embed", "ffw"), cfg.mlp_bias),
-        "down": matrix(cfg.d_ff, D, ("ffw", "embed"), cfg.mlp_bias),
-    }
-    specs = {
-        "embed": {"w": ParamSpec((cfg.vocab_size, D), ("vocab", "embed"), dtype, fan_in=D)},
-        "dense": {"attn": attn, "mlp": mlp},
-        "final_norm": ParamSpec((D,), ("norm",), dtype, "ones"),
-    }
+    """The ``ParamSpec`` tree of a base: ``{"embed", <layer kind>: {"attn", "mlp" or "moe"}, ..., "final_norm", "unembed"}``."""
+    D = cfg.d_model
+    specs: dict[str, Any] = {"embed": {"w": ParamSpec((cfg.vocab_size, D), ("vocab", "embed"), dtype, fan_in=D)}}
+    for kind, L in cfg.stacks.items():
+        layer = {"attn": attention_specs(cfg, L, dtype)}
+        specs[kind] = layer | {"mlp": mlp.specs(L, D, cfg.d_ff, dtype, cfg.mlp_bias)}
+    specs["final_norm"] = ParamSpec((D,), ("norm",), dtype, "ones")
     if not cfg.tie_embeddings:
         specs["unembed"] = {"w": ParamSpec((cfg.vocab_size, D), ("vocab", "embed"), dtype, fan_in=D)}
     return specs
+
+
+def attention_specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
+    """The attention parameters of ``L`` stacked layers."""
+    D, H, qkv = cfg.d_model, cfg.head_dim, cfg.qkv_bias
+    attn: dict[str, Any] = {
+        "norm": ParamSpec((L, D), ("layers", "norm"), dtype, "ones"),
+        "q": matrix(L, D, cfg.num_heads * H, ("embed", "q_heads"), dtype, qkv),
+        "k": matrix(L, D, cfg.num_kv_heads * H, ("embed", "kv_heads"), dtype, qkv),
+        "v": matrix(L, D, cfg.num_kv_heads * H, ("embed", "kv_heads"), dtype, qkv),
+        "o": matrix(L, cfg.num_heads * H, D, ("q_heads", "embed"), dtype, cfg.o_bias),
+    }
+    if cfg.qk_norm:
+        attn |= {name: ParamSpec((L, H), ("layers", "norm"), dtype, "ones") for name in ("q_norm", "k_norm")}
+    return attn
 
 
 def unembed_table(params: Any) -> jax.Array:
@@ -139,7 +133,7 @@ def _layer(x, p, lora, past, ctx: Context, cfg: ModelConfig, keep_kv: bool):
         out, kv = _attention(rms_norm(x, p["attn"]["norm"], cfg.norm_eps), p["attn"], _below(lora, "attn"), past, ctx, cfg)
         x = constrain(checkpoint_name(x + out, "residual"), "batch", "tokens", "act_embed")
     with jax.named_scope("mlp"):
-        x = x + mlp(rms_norm(x, p["mlp"]["norm"], cfg.norm_eps), p["mlp"], _below(lora, "mlp"))
+        x = x + mlp.mlp(rms_norm(x, p["mlp"]["norm"], cfg.norm_eps), p["mlp"], _below(lora, "mlp"))
     return x, (kv if keep_kv else None)
 
 
@@ -163,28 +157,6 @@ def _attention(h_BTD, p, lora, past, ctx: Context, cfg: ModelConfig):
         assert ctx.lengths is not None
         out = cached_attention(q, k, v, Past(past["k"], past["v"], ctx.lengths), scale)
     return project(out.reshape(B, T, -1), p, lora, "o"), {"k": k, "v": v}
-
-
-@jax.custom_vjp
-def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """``silu(gate) * up`` (Shazeer 2020, arXiv 2002.05202); the backward pass keeps only its two arguments."""
-    return jax.nn.silu(gate) * up
-
-
-def _swiglu_backward(residuals, g):
-    gate, up = residuals
-    sigma = jax.nn.sigmoid(gate)
-    return g * up * sigma * (1 + gate * (1 - sigma)), g * gate * sigma
-
-
-swiglu.defvjp(lambda gate, up: (swiglu(gate, up), (gate, up)), _swiglu_backward)
-
-
-def mlp(h_BTD: jax.Array, p: Any, lora: Bound | None) -> jax.Array:
-    """The gated MLP, ``down(silu(gate h) * up h)``."""
-    gate = checkpoint_name(project(h_BTD, p, lora, "gate"), "mlp_gate")
-    up = checkpoint_name(project(h_BTD, p, lora, "up"), "mlp_up")
-    return project(swiglu(gate, up), p, lora, "down")
 
 
 def embed(params: Any, lora: Bound | None, tokens_BT: jax.Array) -> jax.Array:

@@ -22,7 +22,8 @@ from mint_jax.models import hf, transformer
 from mint_jax.models.attention import Segments
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.logprobs import target_logprobs
-from mint_jax.models.transformer import hidden_states, logits, swiglu
+from mint_jax.models.mlp import swiglu
+from mint_jax.models.transformer import hidden_states, logits
 from mint_jax.rollout.engine import DenseEngine, Request
 from tests import oracles
 
