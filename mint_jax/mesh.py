@@ -1,7 +1,7 @@
 """The device mesh: axes ``data``, ``fsdp``, ``expert``, ``tensor``, always in this order.
 
-``data`` replicates the base and splits rows; ``fsdp`` splits rows and the base's embed dimension; ``expert`` splits
-routed experts; ``tensor`` splits heads, ffw and vocabulary.
+``data`` replicates the base and splits rows; ``fsdp`` splits rows and the base's embed dimension; ``expert`` splits rows;
+``tensor`` splits heads, ffw and vocabulary. Routed experts are split over the last three together.
 """
 
 import math

@@ -3,6 +3,7 @@
 Everything else names logical axes. A mesh axis that is absent from the mesh, or has size 1, splits nothing.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ Axis = str | tuple[str, ...] | None
 
 RULES: dict[str, Axis] = {
     # activations
-    "batch": ("data", "fsdp"),
+    "batch": ("data", "fsdp", "expert"),
     "tokens": None,
     "act_embed": None,
     # base parameters
@@ -26,13 +27,33 @@ RULES: dict[str, Axis] = {
     "q_heads": "tensor",
     "kv_heads": "tensor",
     "head_dim": None,
-    "experts": "expert",
+    "experts": ("fsdp", "expert", "tensor"),  # a device owns whole experts
+    "expert_embed": None,
+    "expert_ffw": None,
     "vocab": "tensor",
     "norm": None,
     # adapters: in and out dimensions split as the base's do
     "slots": None,
     "rank": None,
 }
+
+
+def mesh_axes(name: str | None, mesh: Any) -> tuple[str, ...]:
+    """The mesh axes, of more than one device, over which a logical axis is split.
+
+    Raises:
+        ValueError: a name that is not in ``RULES``.
+    """
+    if name is not None and name not in RULES:
+        raise ValueError(f"logical axis {name!r} is not in sharding.RULES: add a line there")
+    rule = RULES[name] if name is not None else None
+    wanted = (rule,) if isinstance(rule, str) else (rule or ())
+    return tuple(axis for axis in wanted if mesh.shape.get(axis, 1) > 1)
+
+
+def ways(name: str, mesh: Any) -> int:
+    """Into how many parts a logical axis is split."""
+    return math.prod(mesh.shape[axis] for axis in mesh_axes(name, mesh))
 
 
 def partition(axes: Sequence[str | None], mesh: Mesh) -> PartitionSpec:
@@ -44,11 +65,7 @@ def partition(axes: Sequence[str | None], mesh: Mesh) -> PartitionSpec:
     used: set[str] = set()
     out: list[Axis] = []
     for name in axes:
-        if name is not None and name not in RULES:
-            raise ValueError(f"logical axis {name!r} is not in sharding.RULES: add a line there")
-        rule = RULES[name] if name is not None else None
-        wanted = (rule,) if isinstance(rule, str) else (rule or ())
-        present = tuple(a for a in wanted if mesh.shape.get(a, 1) > 1)
+        present = mesh_axes(name, mesh)
         clash = used.intersection(present)
         if clash:
             raise ValueError(f"axes {tuple(axes)} map mesh axis {sorted(clash)[0]!r} to two dimensions: change sharding.RULES")

@@ -40,6 +40,16 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (transformers config 
     "llama_yarn": ("LlamaConfig", {"rope_parameters": _YARN, "tie_word_embeddings": False}),
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": False}),
     "qwen3": ("Qwen3Config", {"tie_word_embeddings": False}),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {
+            "tie_word_embeddings": False,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,  # not half of the model's width: 2F == D would hide a transposition
+            "norm_topk_prob": True,
+        },
+    ),
     "qwen3_tied": ("Qwen3Config", {"tie_word_embeddings": True}),
 }
 

@@ -4,16 +4,24 @@ A multiply-add is two operations. The base is frozen: its backward pass has the 
 weights, so forward and backward cost 2 + 2 operations a weight and token.
 """
 
+import math
+
 from mint_jax import params as params_lib
-from mint_jax.lora.tree import AdapterConfig, factor_shapes
+from mint_jax.lora.tree import AdapterConfig, projections
 from mint_jax.models import transformer
 from mint_jax.models.config import ModelConfig
 
 
+def active_share(path: str, cfg: ModelConfig) -> float:
+    """The share of a projection's weights that one token meets: of routed experts, those it visits."""
+    return cfg.experts.per_token / cfg.experts.count if cfg.experts and "/experts/" in path else 1.0
+
+
 def projection_params(cfg: ModelConfig) -> int:
-    """Weights of all layers that multiply every token; embedding and unembedding are not among them."""
+    """Weights of all layers that multiply a token; embedding and unembedding are not among them."""
     specs = dict(params_lib.leaves_with_path(transformer.abstract(cfg)))
-    return sum(spec.size for path, spec in specs.items() if path.endswith("/w") and path.split("/")[0] in cfg.stacks)
+    layers = {path: spec for path, spec in specs.items() if path.endswith("/w") and path.split("/")[0] in cfg.stacks}
+    return round(sum(spec.size * active_share(path, cfg) for path, spec in layers.items()))
 
 
 def train_step_flops(cfg: ModelConfig, tokens: int, targets: int, pairs: int, adapter: AdapterConfig) -> dict[str, int]:
@@ -25,12 +33,13 @@ def train_step_flops(cfg: ModelConfig, tokens: int, targets: int, pairs: int, ad
         pairs: (query, key) pairs of the causal attention, all rows.
         adapter: the same for all policies; each factor has a product forward, one for its input and one for itself.
     """
-    lora = sum(L * adapter.rank * (D + F) for L, D, F in factor_shapes(transformer.abstract(cfg), adapter.targets).values())
+    adapted = projections(transformer.abstract(cfg), adapter.targets)
+    lora = sum(math.prod(p.stack) * adapter.rank * (p.d_in + p.d_out) * active_share(f"{path}/", cfg) for path, p in adapted.items())
     return {
         "base": 4 * projection_params(cfg) * tokens,
         "unembed": 4 * cfg.vocab_size * cfg.d_model * targets,
         "attention": 6 * 2 * cfg.num_layers * cfg.num_heads * cfg.head_dim * pairs,
-        "adapters": 6 * lora * tokens,
+        "adapters": round(6 * lora * tokens),
     }
 
 

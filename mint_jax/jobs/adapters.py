@@ -9,7 +9,7 @@ from mint_jax.errors import UserError
 from mint_jax.jobs.common import say
 from mint_jax.lora import peft
 from mint_jax.lora import tree as lora_tree
-from mint_jax.lora.tree import AdapterConfig, Slot, Stacks
+from mint_jax.lora.tree import AdapterConfig, Projection, Slot, Stacks
 from mint_jax.models import hf, transformer
 from mint_jax.models.base import Base
 
@@ -40,11 +40,11 @@ def read_adapter(path: str | Path, base: Base) -> tuple[Any, AdapterConfig]:
     return adapter, config
 
 
-def peft_tables(base: Base) -> tuple[dict[str, list[str]], dict[str, tuple[int, int, int]]]:
-    """Module names and shapes of every projection of a base that PEFT can adapt."""
+def peft_tables(base: Base) -> tuple[dict[str, list[str]], dict[str, Projection]]:
+    """Module names of every projection of a base, and the projections."""
     specs = transformer.abstract(base.cfg)
-    shapes = lora_tree.factor_shapes(specs, lora_tree.target_paths(specs))
-    return hf.module_names(base.cfg, shapes), shapes
+    projections = lora_tree.projections(specs, lora_tree.target_paths(specs))
+    return hf.module_names(base.cfg, projections), projections
 
 
 def make_resident(paths: Iterable[str | None], base: Base) -> tuple[Stacks, dict[str, Slot]]:

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 from mint_jax import params as params_lib
 from mint_jax.errors import UserError
-from mint_jax.lora.tree import AdapterConfig, check_finite
+from mint_jax.lora.tree import AdapterConfig, Projection, check_finite
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -37,7 +37,7 @@ _UNSUPPORTED = {  # config field -> values that mean "not used"
     **dict.fromkeys(("use_qalora", "use_bdlora", "kasa_config", "monteclora_config", "velora_config", "arrow_config"), (None, False)),
 }
 
-Names = Mapping[str, Sequence[str]]  # projection path -> module name per layer
+Names = Mapping[str, Sequence[str]]  # projection path -> module name per layer, or per layer and expert
 
 
 def _tensor_names(path: str, module: str) -> tuple[str, str]:
@@ -66,7 +66,7 @@ def write_peft(directory: str | Path, adapter: Any, config: AdapterConfig, names
     tensors: dict[str, np.ndarray] = {}
     modules: set[str] = set()
     for path in sorted({leaf.rsplit("/", 1)[0] for leaf in flat}):
-        a, b = np.asarray(flat[f"{path}/a"]), np.asarray(flat[f"{path}/b"])
+        a, b = (_per_module(flat[f"{path}/{factor}"]) for factor in ("a", "b"))
         for i, module in enumerate(names[path]):
             name_a, name_b = _tensor_names(path, module)
             tensors[name_a] = np.ascontiguousarray(a[i])
@@ -97,15 +97,21 @@ def write_peft(directory: str | Path, adapter: Any, config: AdapterConfig, names
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def read_peft(directory: str | Path, names: Names, shapes: Mapping[str, tuple[int, int, int]]) -> tuple[Any, AdapterConfig]:
+def _per_module(factor: Any) -> np.ndarray:
+    """``[L, R, D]`` or ``[L, E, R, D]`` -> ``[modules, R, D]``."""
+    factor = np.asarray(factor)
+    return factor.reshape(-1, *factor.shape[-2:])
+
+
+def read_peft(directory: str | Path, names: Names, projections: Mapping[str, Projection]) -> tuple[Any, AdapterConfig]:
     """Reads a PEFT adapter.
 
     Args:
-        names: every projection of the base that could be adapted.
-        shapes: path -> (L, D, F) of those projections.
+        names: modules of every projection of the base that could be adapted.
+        projections: those projections.
 
     Returns:
-        The factors, float32, with layers that the directory leaves out at zero, and their config.
+        The factors, float32, with layers and experts that the directory leaves out at zero, and their config.
 
     Raises:
         UserError: not a PEFT LoRA directory, a feature this does not cover, a tensor of no known projection, a wrong
@@ -150,8 +156,9 @@ def read_peft(directory: str | Path, names: Names, shapes: Mapping[str, tuple[in
     mine = AdapterConfig(rank, alpha, targets, bool(config.get("use_rslora", False)))
     flat = {}
     for path, layers in found.items():
-        L, D, F = shapes[path]
-        a_all, b_all = np.zeros((L, rank, D), np.float32), np.zeros((L, rank, F), np.float32)
+        stack, D, F, _ = projections[path]
+        count = len(names[path])
+        a_all, b_all = np.zeros((count, rank, D), np.float32), np.zeros((count, rank, F), np.float32)
         for i, (module, a, b) in layers.items():
             r = a.shape[0]
             if a.shape != (r, D) or b.shape != (F, r):
@@ -161,7 +168,7 @@ def read_peft(directory: str | Path, names: Names, shapes: Mapping[str, tuple[in
             scale.check_rank(module, r)
             a_all[i, :r] = a
             b_all[i, :r] = b.T.astype(np.float32) * np.float32(scale.of(module, r) / mine.scale)
-        flat |= {f"{path}/a": a_all, f"{path}/b": b_all}
+        flat |= {f"{path}/a": a_all.reshape(*stack, rank, D), f"{path}/b": b_all.reshape(*stack, rank, F)}
     adapter = params_lib.nest(flat)
     check_finite(adapter, str(directory))
     return adapter, mine

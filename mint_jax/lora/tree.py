@@ -1,16 +1,18 @@
 """Adapters as pytrees: what a base can be adapted in, one policy's factors, and stacks of policies by rank bucket.
 
 One policy's *adapter* is ``{"dense": {"attn": {"q": {"a": [L, R, D], "b": [L, R, F]}}}}``, at its true rank; leaves
-outside layers (``embed``, ``unembed``) have L = 1. A *stack* holds S slots of one bucket, ``[L, S, R, D]``: the slot
+outside layers (``embed``, ``unembed``) have L = 1, and those of routed experts are packed, ``[L, E, R, D]``: one array
+for all experts of all layers. A *stack* holds S slots of one bucket, ``[L, S, R, D]`` or ``[L, S, E, R, D]``: the slot
 axis is 1 everywhere. A rank-r policy lives in the bucket of the next power of two; the padded rank rows are zero, get a
 zero gradient and stay zero. A policy that does not target a projection has zeros there, which stay zero likewise.
 
-Axes: L layers, S slots, R rank, D in, F out. Hu et al. 2021, arXiv 2106.09685.
+Axes: L layers, S slots, E experts, R rank, D in, F out. Hu et al. 2021, arXiv 2106.09685.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -83,8 +85,23 @@ def target_paths(base_specs: Any) -> dict[str, list[str]]:
     return out
 
 
-def factor_shapes(base_specs: Any, targets: Iterable[str]) -> dict[str, tuple[int, int, int]]:
-    """Path -> (L, D, F) of the projections that ``targets`` names.
+class Projection(NamedTuple):
+    """One adaptable projection of a base.
+
+    Attributes:
+        stack: ``(L,)``, or ``(L, E)`` for routed experts.
+        d_in, d_out: D and F.
+        axes: logical axes of stack, in and out dimension.
+    """
+
+    stack: tuple[int, ...]
+    d_in: int
+    d_out: int
+    axes: tuple[str | None, ...]
+
+
+def projections(base_specs: Any, targets: Iterable[str]) -> dict[str, Projection]:
+    """Path -> the projections that ``targets`` names.
 
     Raises:
         UserError: a target the base does not have, or none at all.
@@ -93,38 +110,46 @@ def factor_shapes(base_specs: Any, targets: Iterable[str]) -> dict[str, tuple[in
     targets = tuple(targets)
     if not targets:
         raise UserError(f"targets is empty: name at least one of {', '.join(known)}")
-    shapes = {}
+    found = {}
     for target in targets:
         if target not in known:
             raise UserError(f"target {target!r} is not a projection of this base; choose from {', '.join(known)}")
         for path in known[target]:
-            shapes[path] = _shape_at(base_specs, path)
-    return shapes
+            found[path] = _projection_at(base_specs, path)
+    return found
 
 
-def _shape_at(base_specs: Any, path: str) -> tuple[int, int, int]:
+def _projection_at(base_specs: Any, path: str) -> Projection:
     if path in ("embed", "unembed"):
         vocab, width = (base_specs["unembed"] if path == "unembed" and "unembed" in base_specs else base_specs["embed"])["w"].shape
-        return (1, vocab, width) if path == "embed" else (1, width, vocab)
+        ends = (vocab, width), ("vocab", "embed")
+        (d_in, d_out), axes = ends if path == "embed" else (ends[0][::-1], ends[1][::-1])
+        return Projection((1,), d_in, d_out, ("layers", *axes))
     node = base_specs
     for name in path.split("/"):
         node = node[name]
-    layers, d_in, d_out = node["w"].shape
-    return layers, d_in, d_out
+    *stack, d_in, d_out = node["w"].shape
+    return Projection(tuple(stack), d_in, d_out, node["w"].axes)
 
 
 def adapter_specs(base_specs: Any, config: AdapterConfig) -> Any:
     """One policy's factors as ``ParamSpec`` leaves, at the true rank."""
-    return _factors(base_specs, config.targets, (config.rank,), lambda L, D, shape: (L, *shape, D))
+    return _factors(base_specs, config.targets, config.rank, ())
 
 
-def _factors(base_specs: Any, targets: Iterable[str], middle: tuple[int, ...], shape_of: Any) -> Any:
-    axes = {1: ("layers", "rank", None), 2: ("layers", "slots", "rank", None)}[len(middle)]
+def stack_specs(base_specs: Any, targets: Iterable[str], rank: int, slots: int) -> Any:
+    """The factors of a stack of ``slots`` policies."""
+    return _factors(base_specs, targets, rank, (slots,))
+
+
+def _factors(base_specs: Any, targets: Iterable[str], rank: int, slots: tuple[int, ...]) -> Any:
+    """Specs of A and B; in and out dimensions, layers and experts are sharded as the base's."""
     flat = {}
-    for path, (L, D, F) in factor_shapes(base_specs, targets).items():
+    for path, (stack, d_in, d_out, axes) in projections(base_specs, targets).items():
+        shape, names = (stack[0], *slots, *stack[1:], rank), (axes[0], *(["slots"] if slots else []), *axes[1:-2], "rank")
         flat[path] = {
-            "a": ParamSpec(shape_of(L, D, middle), axes, jnp.float32, "zeros"),
-            "b": ParamSpec(shape_of(L, F, middle), axes, jnp.float32, "zeros"),
+            "a": ParamSpec((*shape, d_in), (*names, axes[-2]), jnp.float32, "zeros"),
+            "b": ParamSpec((*shape, d_out), (*names, axes[-1]), jnp.float32, "zeros"),
         }
     return params_lib.nest(flat)
 
@@ -172,7 +197,7 @@ Stacks = dict[int, AdapterStack]  # bucket rank -> stack
 
 def empty_stack(base_specs: Any, targets: Iterable[str], rank: int, slots: int) -> AdapterStack:
     """A stack of empty slots for one bucket; ``targets`` is the union over the policies it will hold."""
-    specs = _factors(base_specs, targets, (slots, rank), lambda L, D, shape: (L, *shape, D))
+    specs = stack_specs(base_specs, targets, rank, slots)
     return AdapterStack(params_lib.init(specs, jax.random.key(0)), jnp.zeros((slots,), jnp.float32), rank)
 
 
@@ -204,7 +229,7 @@ def write_slot(stack: AdapterStack, slot: jax.Array | int, adapter: Any, scale: 
 def read_slot(stack: AdapterStack, slot: jax.Array | int, rank: int | None = None, targets: Any = None) -> Any:
     """One slot's adapter at its true rank, restricted to the tree of ``targets`` when given (an adapter's spec tree)."""
     rank = stack.rank if rank is None else rank
-    adapter = jax.tree.map(lambda x: x[:, slot, :rank], stack.factors)
+    adapter = jax.tree.map(lambda x: x[:, slot, ..., :rank, :], stack.factors)
     return adapter if targets is None else _restrict(adapter, targets)
 
 
@@ -270,7 +295,7 @@ def bind(parts: Iterable[tuple[Any, jax.Array]], base_blocks: int = 0, dtype: An
 
         def scaled(path: str, leaf: jax.Array, scale: jax.Array = scale) -> jax.Array:
             if path.endswith("/b"):
-                leaf = leaf * scale[None, :, None, None]
+                leaf = leaf * jnp.expand_dims(scale, [i for i in range(leaf.ndim) if i != SLOT_AXIS])
             return leaf.astype(dtype)
 
         tree = params_lib.map_with_path(scaled, factors)
@@ -289,7 +314,7 @@ def check_fits(adapter: Any, config: AdapterConfig, base_specs: Any, what: str) 
     """Admission: the adapter's projections, ranks and shapes are those its config asks of this base.
 
     Returns:
-        How many projections bind, one per layer.
+        How many projections bind, one per layer and expert.
 
     Raises:
         UserError: naming the first that does not fit, or that nothing binds.
@@ -306,7 +331,7 @@ def check_fits(adapter: Any, config: AdapterConfig, base_specs: Any, what: str) 
         if shape != wanted[path]:
             raise UserError(f"{what}: {path} has shape {shape}; this base and rank {config.rank} need {wanted[path]}")
     check_finite(adapter, what)
-    return sum(shape[0] for path, shape in found.items() if path.endswith("/a"))
+    return sum(math.prod(shape[:-2]) for path, shape in found.items() if path.endswith("/a"))
 
 
 def check_finite(adapter: Any, what: str) -> None:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from mint_jax import params as params_lib
+from mint_jax import sharding
 from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.errors import UserError, choice
 from mint_jax.host import new_directory
@@ -78,7 +79,7 @@ class Base:
     @property
     def row_multiple(self) -> int:
         """Batches have a multiple of this many rows: the ways in which the mesh splits them."""
-        return self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        return sharding.ways("batch", self.mesh)
 
     def need_tokenizer(self) -> Tokenizer:
         """The tokenizer, or an error that says what to do without one."""

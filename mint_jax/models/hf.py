@@ -46,7 +46,14 @@ _DECODER = {  # path below one layer -> name below model.layers.{i}
     "mlp/down/w": "mlp.down_proj.weight",
     "mlp/down/b": "mlp.down_proj.bias",
 }
-LAYER_NAMES: dict[str, dict[str, str]] = dict.fromkeys(("llama", "qwen2", "qwen3"), _DECODER)
+_MOE = {  # {e} is the expert
+    "moe/norm": "post_attention_layernorm.weight",
+    "moe/router/w": "mlp.gate.weight",
+    "moe/router/choice_bias": "mlp.gate.e_score_correction_bias",
+    **{f"moe/experts/{name}/w": f"mlp.experts.{{e}}.{name}_proj.weight" for name in ("gate", "up", "down")},
+    **{f"moe/shared/{name}/w": f"mlp.shared_experts.{name}_proj.weight" for name in ("gate", "up", "down")},
+}
+LAYER_NAMES: dict[str, dict[str, str]] = dict.fromkeys(("llama", "qwen2", "qwen3"), _DECODER) | {"qwen3_moe": _DECODER | _MOE}
 GLOBAL_NAMES = {"embed/w": "model.embed_tokens.weight", "unembed/w": "lm_head.weight", "final_norm": "model.norm.weight"}
 
 
@@ -55,37 +62,29 @@ class Source:
     """Where one leaf comes from: its tensors, and how they are laid out on disk.
 
     Attributes:
-        names: one tensor, or one per layer of a stacked leaf.
-        stacked: whether ``names`` run over a leading layer axis.
+        names: one tensor, or one per index of the leaf's leading axes, row-major.
+        stack: the sizes of those axes: layers, or layers and experts.
         transposed: the file holds ``[out, in]``.
     """
 
     names: tuple[str, ...]
-    stacked: bool
+    stack: tuple[int, ...]
     transposed: bool
 
 
 def source_of(path: str, spec: ParamSpec, cfg: ModelConfig) -> Source:
     """The tensors behind the leaf at ``path``."""
     if path in GLOBAL_NAMES:
-        return Source((GLOBAL_NAMES[path],), False, False)
+        return Source((GLOBAL_NAMES[path],), (), False)
     kind, rest = path.split("/", 1)
-    first = _first_layer(kind, cfg)
     name = LAYER_NAMES[cfg.family][rest]
-    return Source(tuple(f"model.layers.{first + i}.{name}" for i in range(spec.shape[0])), True, name.endswith("_proj.weight"))
-
-
-def _first_layer(kind: str, cfg: ModelConfig) -> int:
-    first = 0
-    for name, layers in cfg.stacks.items():
-        if name == kind:
-            return first
-        first += layers
-    raise KeyError(kind)
+    experts = range(spec.shape[1]) if "{e}" in name else (0,)
+    names = tuple(f"model.layers.{i}.{name.replace('{e}', str(e))}" for i in cfg.layers_of(kind) for e in experts)
+    return Source(names, spec.shape[: 2 if "{e}" in name else 1], rest.endswith("/w"))
 
 
 def module_names(cfg: ModelConfig, paths: Iterable[str]) -> dict[str, list[str]]:
-    """Projection path -> its Hugging Face module names, one per layer (PEFT names adapters by them)."""
+    """Projection path -> its Hugging Face module names, one per layer, or per layer and expert (PEFT names adapters by them)."""
     specs = dict(params_lib.leaves_with_path(transformer.abstract(cfg)))
     out = {}
     for path in paths:
@@ -150,23 +149,24 @@ def _read(ckpt: Checkpoint, source: Source, index: tuple[slice, ...], dtype: Any
             return np.ascontiguousarray(part[index[::-1]].T).astype(dtype, copy=False)
         return np.asarray(part[index]).astype(dtype, copy=False)
 
-    if not source.stacked:
+    if not source.stack:
         return one(source.names[0], index)
-    names = source.names[index[0]]
+    depth = len(source.stack)
+    picked = np.arange(len(source.names)).reshape(source.stack)[index[:depth]]
     out = None
-    for i, name in enumerate(names):
-        layer = one(name, index[1:])
+    for i, number in enumerate(picked.reshape(-1)):
+        part = one(source.names[number], index[depth:])
         if out is None:
-            out = np.empty((len(names), *layer.shape), layer.dtype)
-        out[i] = layer
+            out = np.empty((picked.size, *part.shape), part.dtype)
+        out[i] = part
     assert out is not None
-    return out
+    return out.reshape(*picked.shape, *out.shape[1:])
 
 
 def _check_shapes(ckpt: Checkpoint, specs: Any, cfg: ModelConfig) -> None:
     for path, spec in params_lib.leaves_with_path(specs):
         source = source_of(path, spec, cfg)
-        expected = spec.shape[1:] if source.stacked else spec.shape
+        expected = spec.shape[len(source.stack) :]
         if source.transposed:
             expected = expected[::-1]
         for name in source.names:
@@ -215,7 +215,7 @@ def tensors(params: Any, cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
     for path, array in params_lib.leaves_with_path(params):
         source = source_of(path, ParamSpec(array.shape, (None,) * array.ndim), cfg)
         for i, name in enumerate(source.names):
-            value = np.asarray(array[i] if source.stacked else array)
+            value = np.asarray(array[np.unravel_index(i, source.stack)] if source.stack else array)
             yield name, np.ascontiguousarray(value.T) if source.transposed else value
 
 

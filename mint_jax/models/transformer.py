@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from mint_jax.lora.apply import Bound, batch_delta, embedding_delta
-from mint_jax.models import mlp
+from mint_jax.models import mlp, moe
 from mint_jax.models.attention import Past, Segments, cached_attention, packed_attention
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.linear import matrix, project
@@ -25,7 +25,7 @@ from mint_jax.sharding import constrain
 REMAT = {  # what the backward pass keeps of each layer
     "none": None,
     "names": jax.checkpoint_policies.save_only_these_names(
-        "residual", "query", "key", "value", "attended", "logsumexp", "mlp_gate", "mlp_up"
+        "residual", "query", "key", "value", "attended", "logsumexp", "mlp_gate", "mlp_up", "expert_gate", "expert_up"
     ),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
@@ -52,7 +52,9 @@ def abstract(cfg: ModelConfig, dtype: Any = jnp.float32) -> Any:
     specs: dict[str, Any] = {"embed": {"w": ParamSpec((cfg.vocab_size, D), ("vocab", "embed"), dtype, fan_in=D)}}
     for kind, L in cfg.stacks.items():
         layer = {"attn": attention_specs(cfg, L, dtype)}
-        specs[kind] = layer | {"mlp": mlp.specs(L, D, cfg.d_ff, dtype, cfg.mlp_bias)}
+        specs[kind] = layer | (
+            {"moe": moe.specs(cfg, L, dtype)} if kind == "moe" else {"mlp": mlp.specs(L, D, cfg.d_ff, dtype, cfg.mlp_bias)}
+        )
     specs["final_norm"] = ParamSpec((D,), ("norm",), dtype, "ones")
     if not cfg.tie_embeddings:
         specs["unembed"] = {"w": ParamSpec((cfg.vocab_size, D), ("vocab", "embed"), dtype, fan_in=D)}
@@ -90,6 +92,8 @@ def hidden_states(
     cache: Any = None,
     lengths: tuple[jax.Array, ...] | None = None,
     keep_kv: bool = False,
+    replay: jax.Array | None = None,
+    keep_routes: bool = False,
     remat: str = "none",
 ) -> tuple[jax.Array, Any]:
     """Runs the decoder up to and including the final norm.
@@ -101,10 +105,13 @@ def hidden_states(
         cache: ``{"dense": {"k": (part, ...), "v": ...}}``, each part ``[L, C, S, K, H]``; the current tokens follow it.
         lengths: valid positions of each cache part.
         keep_kv: also return the keys and values of the current tokens.
+        replay: recorded experts of every MoE layer, ``[L, B, T, X]``, see ``router.route``.
+        keep_routes: also return the experts that were used.
         remat: a key of ``REMAT``.
 
     Returns:
-        ``[B, T, D]`` and, if asked for, ``{"dense": {"k": [L, B, T, K, H], "v": ...}}``.
+        ``[B, T, D]``, and per layer kind what was asked for: ``{"dense": {"k": [L, B, T, K, H], "v": ...}}``, and for MoE
+        layers ``"routes"``, int32 ``[L, B, T, X]``.
     """
     if segments is None and cache is None:
         zeros = jnp.zeros_like(tokens_BT)
@@ -116,25 +123,30 @@ def hidden_states(
     for kind in cfg.stacks:
 
         def layer(x, layer_inputs):
-            p, a, past = layer_inputs
-            return _layer(x, p, a, past, ctx, cfg, keep_kv)
+            p, a, past, routes = layer_inputs
+            x, kv, routes = _layer(x, p, a, past, routes, ctx, cfg)
+            return x, (kv if keep_kv else {}) | ({"routes": routes} if keep_routes and routes is not None else {})
 
         if REMAT[remat] is not None:
             layer = jax.checkpoint(layer, policy=REMAT[remat], prevent_cse=False)
-        x, kept[kind] = jax.lax.scan(layer, x, (params[kind], _below(lora, kind), None if cache is None else cache[kind]))
+        past = None if cache is None else cache[kind]
+        x, kept[kind] = jax.lax.scan(layer, x, (params[kind], _below(lora, kind), past, replay if kind == "moe" else None))
     with jax.named_scope("final_norm"):
         x = rms_norm(x, params["final_norm"], cfg.norm_eps)
-    return x, (kept if keep_kv else None)
+    return x, kept
 
 
-def _layer(x, p, lora, past, ctx: Context, cfg: ModelConfig, keep_kv: bool):
+def _layer(x, p, lora, past, replay, ctx: Context, cfg: ModelConfig):
     x = constrain(checkpoint_name(x, "residual"), "batch", "tokens", "act_embed")
     with jax.named_scope("attn"):
         out, kv = _attention(rms_norm(x, p["attn"]["norm"], cfg.norm_eps), p["attn"], _below(lora, "attn"), past, ctx, cfg)
         x = constrain(checkpoint_name(x + out, "residual"), "batch", "tokens", "act_embed")
+    if "moe" in p:
+        with jax.named_scope("moe"):
+            out, routes = moe.moe(rms_norm(x, p["moe"]["norm"], cfg.norm_eps), p["moe"], _below(lora, "moe"), cfg, replay)
+            return x + out, kv, routes
     with jax.named_scope("mlp"):
-        x = x + mlp.mlp(rms_norm(x, p["mlp"]["norm"], cfg.norm_eps), p["mlp"], _below(lora, "mlp"))
-    return x, (kv if keep_kv else None)
+        return x + mlp.mlp(rms_norm(x, p["mlp"]["norm"], cfg.norm_eps), p["mlp"], _below(lora, "mlp")), kv, None
 
 
 def _below(lora: Bound | None, name: str) -> Bound | None:

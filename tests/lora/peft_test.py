@@ -40,8 +40,8 @@ def our_logits(base, adapter, config, tokens_BT):
 
 def tables(base):
     specs = transformer.abstract(base.cfg)
-    shapes = tree.factor_shapes(specs, tree.target_paths(specs))
-    return hf.module_names(base.cfg, shapes), shapes
+    found = tree.projections(specs, tree.target_paths(specs))
+    return hf.module_names(base.cfg, found), found
 
 
 def random_adapter(rng, base, config):

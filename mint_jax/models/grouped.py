@@ -1,0 +1,136 @@
+"""Grouped matmul: rows sorted by group, each group with a matrix of its own; rows behind the last group give zeros.
+
+On accelerators this is ``jax.lax.ragged_dot``. XLA's CPU form of that multiplies every row by every matrix, so there the
+product runs in tiles of one group's rows, in a loop as long as there are tiles: exact for any distribution of rows.
+
+Axes: M rows, G groups, W matrices, K in, N out.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+MIN_TILE, MAX_TILE = 8, 128  # rows of a tile on CPU
+
+
+def grouped_matmul(
+    x_MK: jax.Array,
+    w_WKN: jax.Array,
+    sizes_G: jax.Array,
+    index_G: jax.Array | None = None,
+    *,
+    transposed: bool = False,
+    frozen: bool = False,
+) -> jax.Array:
+    """``x[m] @ w[index[group of m]]``, ``[M, N]`` in the dtype of ``x``, accumulated in float32.
+
+    Args:
+        x_MK: rows, those of group 0 first.
+        w_WKN: matrices; ``[W, N, K]`` when ``transposed``.
+        sizes_G: int32 rows of each group, zero allowed; their sum is at most M.
+        index_G: which matrix each group has; None: group g has matrix g.
+        frozen: no gradient of ``w`` is formed.
+    """
+    return _grouped(x_MK, w_WKN, sizes_G, index_G, transposed, frozen)  # type: ignore[return-value]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _grouped(x, w, sizes, index, transposed, frozen):
+    return _product(x, w, sizes, index, transposed)
+
+
+def _forward(x, w, sizes, index, transposed, frozen):
+    return _product(x, w, sizes, index, transposed), (x, w, sizes, index)
+
+
+def _backward(transposed, frozen, residuals, g):
+    x, w, sizes, index = residuals
+    dx = _product(g, w, sizes, index, not transposed)
+    if frozen:
+        return dx, None, None, None
+    left, right = (g, x) if transposed else (x, g)
+    dw_G = jax.lax.platform_dependent(left, right, sizes, cpu=_outer_tiles, default=_outer_ragged)
+    dw = dw_G if index is None else jnp.zeros(w.shape, jnp.float32).at[index].add(dw_G)
+    return dx, dw.astype(w.dtype), None, None
+
+
+_grouped.defvjp(_forward, _backward)
+
+
+def _product(x, w, sizes, index, transposed):
+    forms = {"cpu": _tiles, "default": _ragged}
+    return jax.lax.platform_dependent(x, w, sizes, index, **{k: functools.partial(f, transposed=transposed) for k, f in forms.items()})
+
+
+def _inside(x_MN: jax.Array, sizes_G: jax.Array) -> jax.Array:
+    """Zero behind the last group."""
+    return jnp.where((jnp.arange(x_MN.shape[0]) < jnp.sum(sizes_G))[:, None], x_MN, jnp.zeros((), x_MN.dtype))
+
+
+def _ragged(x, w, sizes, index, transposed):
+    w = w if index is None else w[index]
+    w = w.swapaxes(1, 2) if transposed else w
+    return _inside(jax.lax.ragged_dot(x, w, sizes, preferred_element_type=jnp.float32).astype(x.dtype), sizes)
+
+
+_OUTER = jax.lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), lhs_ragged_dimensions=[0], rhs_group_dimensions=[])
+
+
+def _outer_ragged(left_MA, right_MB, sizes):
+    return jax.lax.ragged_dot_general(left_MA, right_MB, sizes, _OUTER, preferred_element_type=jnp.float32)
+
+
+def tile_rows(rows: int, groups: int) -> int:
+    """Rows of a tile: about those of an average group, a power of two within ``MIN_TILE`` and ``MAX_TILE``."""
+    average = max(1, rows // max(1, groups))
+    return min(MAX_TILE, max(MIN_TILE, 1 << (average - 1).bit_length()))
+
+
+def _schedule(M, sizes, tile):
+    """Of each tile its group and first row, and the number of tiles."""
+    G = sizes.shape[0]
+    stop_G = jnp.cumsum(sizes)
+    tiles_G = -(-sizes // tile)
+    last_G = jnp.cumsum(tiles_G)
+    n = jnp.arange(M // tile + min(G, M), dtype=jnp.int32)
+    group_n = jnp.clip(jnp.searchsorted(last_G, n, side="right"), 0, G - 1)
+    first_n = (stop_G - sizes)[group_n] + (n - (last_G - tiles_G)[group_n]) * tile
+    return group_n, first_n, last_G[-1]
+
+
+def _tiles(x, w, sizes, index, transposed):
+    M = x.shape[0]
+    tile = tile_rows(M, sizes.shape[0])
+    group, first, total = _schedule(M, sizes, tile)
+    matrix = group if index is None else index[group]
+    x = jnp.pad(x, ((0, tile), (0, 0)))  # a group's last tile may reach into the next group, whose own tile comes later
+    contract = (((1,), (1 if transposed else 0,)), ((), ()))
+
+    def body(i, y):
+        rows = jax.lax.dynamic_slice_in_dim(x, first[i], tile)
+        mine = jax.lax.dynamic_index_in_dim(w, matrix[i], keepdims=False)
+        out = jax.lax.dot_general(rows, mine, contract, preferred_element_type=jnp.float32)
+        return jax.lax.dynamic_update_slice_in_dim(y, out.astype(y.dtype), first[i], 0)
+
+    y = jax.lax.fori_loop(0, total, body, jnp.zeros((M + tile, w.shape[1 if transposed else 2]), x.dtype))
+    return _inside(y[:M], sizes)
+
+
+def _outer_tiles(left_MA, right_MB, sizes):
+    M = left_MA.shape[0]
+    tile = tile_rows(M, sizes.shape[0])
+    group, first, total = _schedule(M, sizes, tile)
+    stop_G = jnp.cumsum(sizes)
+    left, right = (jnp.pad(x, ((0, tile), (0, 0))) for x in (left_MA, right_MB))
+
+    def body(i, sums):
+        mine = (first[i] + jnp.arange(tile) < stop_G[group[i]])[:, None]
+        rows = jnp.where(mine, jax.lax.dynamic_slice_in_dim(left, first[i], tile), jnp.zeros((), left.dtype))
+        others = jax.lax.dynamic_slice_in_dim(right, first[i], tile)
+        part = jax.lax.dot_general(rows, others, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+        old = jax.lax.dynamic_index_in_dim(sums, group[i], keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(sums, old + part, group[i], 0)
+
+    shape = (sizes.shape[0], left_MA.shape[1], right_MB.shape[1])
+    return jax.lax.fori_loop(0, total, body, jnp.zeros(shape, jnp.float32))

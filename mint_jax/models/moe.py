@@ -1,0 +1,46 @@
+"""A layer of routed experts, with the shared ones that every token visits.
+
+Routing is in ``router.py``, the experts' products in ``experts.py``, their placement over a mesh in ``expert_parallel.py``.
+
+Axes: B rows, T tokens, D model width, E experts, X experts of a token.
+"""
+
+from typing import Any
+
+import jax
+
+from mint_jax.lora.apply import Bound
+from mint_jax.models import experts, mlp, router
+from mint_jax.models.config import ModelConfig
+from mint_jax.models.expert_parallel import routed
+from mint_jax.params import ParamSpec
+
+
+def specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
+    """The parameters of ``L`` stacked layers."""
+    e, D = cfg.experts, cfg.d_model
+    assert e is not None
+    out = {
+        "norm": ParamSpec((L, D), ("layers", "norm"), dtype, "ones"),
+        "router": router.specs(L, D, e, dtype),
+        "experts": experts.specs(L, e.count, D, e.width, dtype),
+    }
+    if e.shared:
+        out["shared"] = mlp.projections(L, D, e.shared * e.width, dtype)
+    return out
+
+
+def moe(h_BTD: jax.Array, p: Any, lora: Bound | None, cfg: ModelConfig, replay_BTX: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """``[B, T, D]``, and the expert ids that were used, int32 ``[B, T, X]``.
+
+    Args:
+        replay_BTX: see ``router.route``.
+    """
+    assert cfg.experts is not None
+    ids, weights = router.route(h_BTD, p, lora, cfg.experts, replay_BTX)
+    with jax.named_scope("experts"):
+        out = routed(h_BTD, ids, weights, p["experts"], None if lora is None else lora.at("experts"))
+    if cfg.experts.shared:
+        with jax.named_scope("shared"):
+            out = out + mlp.mlp(h_BTD, p["shared"], None if lora is None else lora.at("shared"))
+    return out.astype(h_BTD.dtype), ids

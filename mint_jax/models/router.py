@@ -1,0 +1,61 @@
+"""Which experts a token visits, and with what weights.
+
+``softmax``: the best X of a softmax over all experts, renormalised (Qwen3-MoE; Shazeer et al. 2017, arXiv 1701.06538).
+``sigmoid``: each expert's own score; a bias enters the choice but not the weight, and experts come from the best groups,
+a group being as good as the sum of its two best (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
+
+Axes: B rows, T tokens, D model width, E experts, X experts of a token.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mint_jax.lora.apply import Bound
+from mint_jax.models.config import Experts
+from mint_jax.models.linear import project
+from mint_jax.params import ParamSpec
+
+
+def specs(L: int, D: int, experts: Experts, dtype: Any) -> dict[str, ParamSpec]:
+    """The router of ``L`` stacked layers; ``choice_bias`` is float32 as released."""
+    leaf = {"w": ParamSpec((L, D, experts.count), ("layers", "embed", None), dtype)}
+    if experts.scores == "sigmoid":
+        leaf["choice_bias"] = ParamSpec((L, experts.count), ("layers", None), jnp.float32, "zeros")
+    return leaf
+
+
+def route(
+    h_BTD: jax.Array, p: Any, lora: Bound | None, experts: Experts, replay_BTX: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Expert ids, int32 ``[B, T, X]`` by falling score, and their weights, float32 ``[B, T, X]``.
+
+    Args:
+        p: holds ``router``.
+        replay_BTX: ids recorded by the sampler, -1 where none are: they take the place of the choice, and the weights
+            are this router's own scores of them (R3, arXiv 2510.11370), so that gradients flow as if it had chosen.
+    """
+    with jax.named_scope("router"):
+        logits = project(h_BTD.astype(jnp.float32), p, lora, "router")
+        scores = jax.nn.sigmoid(logits) if experts.scores == "sigmoid" else jax.nn.softmax(logits, axis=-1)
+        ids = choose(jax.lax.stop_gradient(scores), p["router"].get("choice_bias"), experts)
+        if replay_BTX is not None:
+            ids = jnp.where(replay_BTX >= 0, replay_BTX.astype(jnp.int32), ids)
+        weights = jnp.take_along_axis(scores, ids, axis=-1)
+        if experts.normalise:
+            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        return ids, weights * experts.scale
+
+
+def choose(scores_BTE: jax.Array, bias_E: jax.Array | None, experts: Experts) -> jax.Array:
+    """The ids of the best ``per_token`` experts, int32 ``[B, T, X]``."""
+    if bias_E is not None:
+        scores_BTE = scores_BTE + bias_E[None, None]
+    if experts.groups > 1:
+        grouped = scores_BTE.reshape(*scores_BTE.shape[:-1], experts.groups, -1)
+        quality = jnp.sum(jax.lax.top_k(grouped, min(2, grouped.shape[-1]))[0], axis=-1)
+        best = jax.lax.top_k(quality, experts.groups_chosen)[1]
+        chosen = jnp.any(best[..., None] == jnp.arange(experts.groups)[None, None, None], axis=-2)
+        scores_BTE = jnp.where(chosen[..., None], grouped, -jnp.inf).reshape(scores_BTE.shape)
+    return jax.lax.top_k(scores_BTE, experts.per_token)[1].astype(jnp.int32)
