@@ -39,6 +39,7 @@ class Sampling:
         max_tokens, temperature, top_k, top_p, stop: see ``rollout.engine.Request``.
         baseline, divide_by_std, normalisation: see ``train.advantages``.
         updates: optimizer updates on the same rollouts; more than 1 makes the later ones off-policy.
+        replay: train through the experts that the sampler visited (R3); without effect on a base that has none.
     """
 
     prompts: int = 8
@@ -52,6 +53,7 @@ class Sampling:
     divide_by_std: bool = True
     normalisation: str = "token"
     updates: int = 1
+    replay: bool = True
 
     def __post_init__(self):
         if min(self.prompts, self.group_size, self.max_tokens, self.updates) < 1:
@@ -116,7 +118,8 @@ class ConcurrentGrpo:
         policies = [common.policy_config(n, config.policies[n], m.seed, ("env", "sampling")) for n, m in self.members.items()]
         self.trainer = Trainer(base, policies, config.get("max_tokens_per_pass", 16384), config.get("remat", "names"))
         tokenizer = base.need_tokenizer()
-        self.engine = DenseEngine(base, tokenizer.decode, config.get("max_rows", 256))
+        replay = base.cfg.experts is not None and any(m.sampling.replay for m in self.members.values())
+        self.engine = DenseEngine(base, tokenizer.decode, config.get("max_rows", 256), keep_routes=replay)
         self.stop_ids = tokenizer.eos_ids
         self.tokens = 0  # sampled in this process
 
@@ -211,8 +214,9 @@ def rollout_groups(sampling: Sampling, rollout: Rollout, rewards_QG: np.ndarray)
         sequences = []
         for g, c in enumerate(completions):
             n = len(c.tokens)
-            sequences.append(Target(c.tokens, [next(weights)] * n, [float(advantage[q, g])] * n, c.logprobs))
-        groups.append(Group(prompt, sequences))
+            routes = c.routes if sampling.replay else None
+            sequences.append(Target(c.tokens, [next(weights)] * n, [float(advantage[q, g])] * n, c.logprobs, routes=routes))
+        groups.append(Group(prompt, sequences, routes=completions[0].prompt_routes if sampling.replay else None))
     return groups
 
 

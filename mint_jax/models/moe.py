@@ -30,17 +30,17 @@ def specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
     return out
 
 
-def moe(h_BTD: jax.Array, p: Any, lora: Bound | None, cfg: ModelConfig, replay_BTX: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-    """``[B, T, D]``, and the expert ids that were used, int32 ``[B, T, X]``.
+def moe(h_BTD: jax.Array, p: Any, lora: Bound | None, cfg: ModelConfig, replay: jax.Array | None = None) -> tuple[jax.Array, router.Route]:
+    """``[B, T, D]``, and the route that was taken.
 
     Args:
-        replay_BTX: see ``router.route``.
+        replay: recorded experts ``[B, T, X]``, see ``router.route``.
     """
     assert cfg.experts is not None
-    ids, weights = router.route(h_BTD, p, lora, cfg.experts, replay_BTX)
+    route = router.route(h_BTD, p, lora, cfg.experts, replay)
     with jax.named_scope("experts"):
-        out = routed(h_BTD, ids, weights, p["experts"], None if lora is None else lora.at("experts"))
+        out = routed(h_BTD, route.ids, route.weights, p["experts"], None if lora is None else lora.at("experts"))
     if cfg.experts.shared:
         with jax.named_scope("shared"):
             out = out + mlp.mlp(h_BTD, p["shared"], None if lora is None else lora.at("shared"))
-    return out.astype(h_BTD.dtype), ids
+    return out.astype(h_BTD.dtype), route

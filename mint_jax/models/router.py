@@ -7,7 +7,7 @@ a group being as good as the sum of its two best (DeepSeek-V3, arXiv 2412.19437,
 Axes: B rows, T tokens, D model width, E experts, X experts of a token.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,26 +26,42 @@ def specs(L: int, D: int, experts: Experts, dtype: Any) -> dict[str, ParamSpec]:
     return leaf
 
 
-def route(
-    h_BTD: jax.Array, p: Any, lora: Bound | None, experts: Experts, replay_BTX: jax.Array | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """Expert ids, int32 ``[B, T, X]`` by falling score, and their weights, float32 ``[B, T, X]``.
+class Route(NamedTuple):
+    """Where tokens go.
+
+    Attributes:
+        ids: int32 ``[B, T, X]``.
+        weights: float32 ``[B, T, X]``.
+        missed: float32 ``[B, T]``, the share of the router's own choice that a replayed record does not have; 0 without one.
+    """
+
+    ids: jax.Array
+    weights: jax.Array
+    missed: jax.Array
+
+
+def route(h_BTD: jax.Array, p: Any, lora: Bound | None, experts: Experts, replay_BTX: jax.Array | None = None) -> Route:
+    """Chooses each token's experts.
 
     Args:
         p: holds ``router``.
-        replay_BTX: ids recorded by the sampler, -1 where none are: they take the place of the choice, and the weights
-            are this router's own scores of them (R3, arXiv 2510.11370), so that gradients flow as if it had chosen.
+        replay_BTX: ids recorded by the sampler, -1 for a token without any: they take the place of the choice, and the
+            weights are this router's own scores of them (R3, arXiv 2510.11370), so that gradients flow as if it had chosen.
     """
     with jax.named_scope("router"):
         logits = project(h_BTD.astype(jnp.float32), p, lora, "router")
         scores = jax.nn.sigmoid(logits) if experts.scores == "sigmoid" else jax.nn.softmax(logits, axis=-1)
         ids = choose(jax.lax.stop_gradient(scores), p["router"].get("choice_bias"), experts)
+        missed = jnp.zeros(ids.shape[:-1], jnp.float32)
         if replay_BTX is not None:
-            ids = jnp.where(replay_BTX >= 0, replay_BTX.astype(jnp.int32), ids)
+            recorded = replay_BTX.astype(jnp.int32)
+            strange = ~jnp.any(ids[..., None] == recorded[..., None, :], axis=-1) & (recorded[..., :1] >= 0)
+            missed = jnp.mean(strange.astype(jnp.float32), axis=-1)
+            ids = jnp.where(recorded >= 0, recorded, ids)
         weights = jnp.take_along_axis(scores, ids, axis=-1)
         if experts.normalise:
             weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
-        return ids, weights * experts.scale
+        return Route(ids, weights * experts.scale, missed)
 
 
 def choose(scores_BTE: jax.Array, bias_E: jax.Array | None, experts: Experts) -> jax.Array:

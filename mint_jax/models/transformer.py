@@ -111,7 +111,7 @@ def hidden_states(
 
     Returns:
         ``[B, T, D]``, and per layer kind what was asked for: ``{"dense": {"k": [L, B, T, K, H], "v": ...}}``, and for MoE
-        layers ``"routes"``, int32 ``[L, B, T, X]``.
+        layers ``"routes"``, int32 ``[L, B, T, X]``, and ``"missed"``, see ``router.Route``.
     """
     if segments is None and cache is None:
         zeros = jnp.zeros_like(tokens_BT)
@@ -124,8 +124,8 @@ def hidden_states(
 
         def layer(x, layer_inputs):
             p, a, past, routes = layer_inputs
-            x, kv, routes = _layer(x, p, a, past, routes, ctx, cfg)
-            return x, (kv if keep_kv else {}) | ({"routes": routes} if keep_routes and routes is not None else {})
+            x, kv, route = _layer(x, p, a, past, routes, ctx, cfg)
+            return x, (kv if keep_kv else {}) | ({"routes": route.ids, "missed": route.missed} if keep_routes and route else {})
 
         if REMAT[remat] is not None:
             layer = jax.checkpoint(layer, policy=REMAT[remat], prevent_cse=False)
@@ -143,8 +143,8 @@ def _layer(x, p, lora, past, replay, ctx: Context, cfg: ModelConfig):
         x = constrain(checkpoint_name(x + out, "residual"), "batch", "tokens", "act_embed")
     if "moe" in p:
         with jax.named_scope("moe"):
-            out, routes = moe.moe(rms_norm(x, p["moe"]["norm"], cfg.norm_eps), p["moe"], _below(lora, "moe"), cfg, replay)
-            return x + out, kv, routes
+            out, route = moe.moe(rms_norm(x, p["moe"]["norm"], cfg.norm_eps), p["moe"], _below(lora, "moe"), cfg, replay)
+            return x + out, kv, route
     with jax.named_scope("mlp"):
         return x + mlp.mlp(rms_norm(x, p["mlp"]["norm"], cfg.norm_eps), p["mlp"], _below(lora, "mlp")), kv, None
 

@@ -60,12 +60,16 @@ class Completion:
         logprobs: float32, one a token, under the model itself (temperature 1, no filter).
         finish: ``stop`` or ``length``.
         text: decoded text before a stop string; None without a tokenizer.
+        routes: the experts that the input before each token visited, ``[tokens, L, X]``; None unless the engine records them.
+        prompt_routes: those of the prompt but its last token, ``[prompt - 1, L, X]``; one array for all samples of a prompt.
     """
 
     tokens: list[int]
     logprobs: list[float]
     finish: str
     text: str | None
+    routes: np.ndarray | None = None
+    prompt_routes: np.ndarray | None = None
 
 
 class _Drawn(NamedTuple):
@@ -82,6 +86,22 @@ class _Drawn(NamedTuple):
         return self.tokens[r, :n].tolist(), self.logprobs[r, :n].tolist(), bool(self.stopped[r])
 
 
+class _Routes(NamedTuple):
+    """Experts of prompts ``[L, Q, T, X]`` and of new tokens ``[L, B, C, X]``, on the host."""
+
+    prompts: np.ndarray
+    new: np.ndarray
+
+    def put(self, completions: list[Completion], prompt: int, rows: range, length: int) -> list[Completion]:
+        """The completions of one prompt with their routes."""
+        before = self.prompts[:, prompt, :length].swapaxes(0, 1)
+        out = []
+        for row, c in zip(rows, completions):
+            own = self.new[:, row, : len(c.tokens) - 1].swapaxes(0, 1)  # the last token was drawn, but never read
+            out.append(dataclasses.replace(c, routes=np.concatenate([before[-1:], own]), prompt_routes=before[:-1]))
+        return out
+
+
 class DenseEngine:
     """Samples with a dense cache, one group of blocks at a time.
 
@@ -89,9 +109,16 @@ class DenseEngine:
         base: the resident base.
         decode: text of token ids, for stop strings and ``Completion.text``; None without a tokenizer.
         max_rows: rows decoded together at most.
+        keep_routes: record the experts that every token visits, for replay in training (R3).
+
+    Raises:
+        UserError: ``keep_routes`` with a base that has no experts.
     """
 
-    def __init__(self, base: Base, decode: Callable[[list[int]], str] | None = None, max_rows: int = 256):
+    def __init__(self, base: Base, decode: Callable[[list[int]], str] | None = None, max_rows: int = 256, keep_routes: bool = False):
+        if keep_routes and base.cfg.experts is None:
+            raise UserError(f"replay asks for routes, but {base.name} has no experts: switch it off")
+        self.keep_routes = keep_routes
         self.base = base
         self.decode = decode
         self.max_rows = max_rows
@@ -170,8 +197,8 @@ class DenseEngine:
         lora = bind_blocks(plan, stacks, self.base.dtype)
         args = self.base.params, lora
         with jax.set_mesh(self.base.mesh):
-            room = {"rollouts": rollouts, "new_tokens": min(C, self.base.cfg.context)}
-            cache, state = program.prefill(*args, prompts, lengths, sampling, limits, cfg=self.base.cfg, **room)
+            room = {"rollouts": rollouts, "new_tokens": min(C, self.base.cfg.context), "keep_routes": self.keep_routes}
+            cache, state, prompt_routes = program.prefill(*args, prompts, lengths, sampling, limits, cfg=self.base.cfg, **room)
             watching = any(r and r.stop for r in rows)
             steps = jnp.int32(CHECK_EVERY if watching else C)
             while True:
@@ -183,11 +210,13 @@ class DenseEngine:
                     state = dataclasses.replace(state, done=jnp.asarray(done))
                 if done.all():
                     break
+        recorded = None if prompt_routes is None else _Routes(*jax.device_get((prompt_routes, state.routes)))
         for k, i in enumerate(plan.order):
             if i is not None:
                 request = requests[group[i]]
                 mine = range(k * rollouts, (k + 1) * rollouts)
-                yield group[i], [self._completion(*drawn.row(r), request) for r in mine]
+                completions = [self._completion(*drawn.row(r), request) for r in mine]
+                yield group[i], completions if recorded is None else recorded.put(completions, k, mine, len(request.prompt))
 
     def _cut(self, tokens: list[int], request: Request) -> tuple[int | None, str | None]:
         """How many tokens it takes to complete the first stop string, and the text before it."""

@@ -44,6 +44,7 @@ class Decoding:
         done: ``[B]`` bool.
         stopped: ``[B]`` bool: done by a stop id rather than by its length.
         cache: ``{"dense": {"k": [L, B, C, K, H], "v": ...}}`` of the new tokens.
+        routes: experts of the new tokens, ``[L, B, C, X]`` in ``route_dtype``; None unless asked for.
     """
 
     step: jax.Array
@@ -53,9 +54,22 @@ class Decoding:
     done: jax.Array
     stopped: jax.Array
     cache: Any
+    routes: jax.Array | None = None
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "rollouts", "new_tokens"))
+def route_dtype(cfg: ModelConfig) -> Any:
+    """The smallest type that holds an expert id."""
+    return jnp.uint8 if cfg.experts is not None and cfg.experts.count <= 256 else jnp.uint16
+
+
+def _split_routes(kept: Any, cfg: ModelConfig) -> tuple[Any, jax.Array | None]:
+    """What ``hidden_states`` kept -> cache entries, and the MoE layers' experts."""
+    cache = {kind: {name: x for name, x in entry.items() if name not in ("routes", "missed")} for kind, entry in kept.items()}
+    routes = kept.get("moe", {}).get("routes")
+    return cache, None if routes is None else routes.astype(route_dtype(cfg))
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "rollouts", "new_tokens", "keep_routes"))
 def prefill(
     params: Any,
     lora: Bound | None,
@@ -67,7 +81,8 @@ def prefill(
     cfg: ModelConfig,
     rollouts: int,
     new_tokens: int,
-) -> tuple[Any, Decoding]:
+    keep_routes: bool = False,
+) -> tuple[Any, Decoding, jax.Array | None]:
     """Runs every prompt once and draws the first token of each of its rollouts.
 
     Args:
@@ -75,13 +90,15 @@ def prefill(
         lengths_Q: at least 1.
         rollouts: G; rows of a prompt are consecutive.
         new_tokens: C, the room for new tokens.
+        keep_routes: record the experts that every token visits.
 
     Returns:
-        The prompts' cache, and the state of decoding after one token.
+        The prompts' cache, the state of decoding after one token, and the prompts' experts ``[L, Q, T, X]`` if asked for.
     """
     Q, T = prompts_QT.shape
     positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (Q, T))
-    h, prompt_cache = hidden_states(params, lora, prompts_QT, positions, cfg, keep_kv=True)
+    h, kept = hidden_states(params, lora, prompts_QT, positions, cfg, keep_kv=True, keep_routes=keep_routes)
+    prompt_cache, prompt_routes = _split_routes(kept, cfg)
     last = jnp.take_along_axis(h, (lengths_Q - 1)[:, None, None], axis=1)
     first = jnp.repeat(logits(params, lora, last)[:, 0], rollouts, axis=0)
     rows = Q * rollouts
@@ -97,8 +114,9 @@ def prefill(
         done=limits.max_tokens <= 0,
         stopped=jnp.zeros((rows,), bool),
         cache=jax.tree.map(room, prompt_cache),
+        routes=None if prompt_routes is None else room(prompt_routes),
     )
-    return prompt_cache, _draw(state, first, sampling, limits)
+    return prompt_cache, _draw(state, first, sampling, limits), prompt_routes
 
 
 def _draw(state: Decoding, logits_BV: jax.Array, sampling: SamplingParams, limits: Limits) -> Decoding:
@@ -141,8 +159,11 @@ def decode(
         position = (prompt_of_row + state.step - 1)[:, None]
         cache = {kind: {name: (part, state.cache[kind][name]) for name, part in parts.items()} for kind, parts in prompt_cache.items()}
         lengths = (lengths_Q, state.step - 1)
-        h, kv = hidden_states(params, lora, token, position, cfg, cache=cache, lengths=lengths, keep_kv=True)
-        state = dataclasses.replace(state, cache=_write(state.cache, kv, state.step - 1))
+        record = state.routes is not None
+        h, kept = hidden_states(params, lora, token, position, cfg, cache=cache, lengths=lengths, keep_kv=True, keep_routes=record)
+        new = _split_routes(kept, cfg)
+        cache, routes = _write((state.cache, state.routes), new, state.step - 1)
+        state = dataclasses.replace(state, cache=cache, routes=routes)
         return _draw(state, logits(params, lora, h)[:, 0], sampling, limits)
 
     return jax.lax.while_loop(lambda s: (s.step < until) & ~jnp.all(s.done), body, state)

@@ -28,6 +28,7 @@ class Sequence:
         tokens: the continuation of the group's prefix.
         weights: 0 for tokens that are no target (they are still read).
         advantages, old_logp, ref_logp: default 0.
+        routes: experts that the token before each target visited when it was sampled, ``[tokens, L, X]``; -1 for none.
     """
 
     tokens: list[int]
@@ -35,6 +36,7 @@ class Sequence:
     advantages: list[float] | None = None
     old_logp: list[float] | None = None
     ref_logp: list[float] | None = None
+    routes: np.ndarray | None = None
 
 
 @dataclasses.dataclass
@@ -43,11 +45,13 @@ class Group:
 
     Attributes:
         pair_weight: for DPO: the weight of the pair (chosen, rejected) that the two sequences form; 0 is no pair.
+        routes: experts that the prefix but its last token visited, ``[prefix - 1, L, X]``.
     """
 
     prefix: list[int]
     sequences: list[Sequence]
     pair_weight: float = 0.0
+    routes: np.ndarray | None = None
 
 
 @struct.dataclass
@@ -58,6 +62,7 @@ class Batch:
         tokens, positions, own, parent: ``[P, B, T]`` int32; ``own`` and ``parent`` are segments, 0 is padding.
         index: ``[P, B, M]`` position in the row whose hidden state predicts the target.
         target: ``[P, B, M]`` token ids.
+        routes: recorded experts to replay, int16 ``[L, P, B, T, X]``, -1 for a token without; None: the router chooses.
         loss: targets of the loss, ``[P, B, M]`` and ``[P, Z]``.
     """
 
@@ -68,6 +73,7 @@ class Batch:
     index: jax.Array
     target: jax.Array
     loss: Targets
+    routes: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -87,7 +93,7 @@ class Place:
 
 @dataclasses.dataclass
 class _Row:
-    pieces: list[tuple[list[int], list[tuple[int, Sequence]]]]  # (prefix, [(sequence number, sequence)])
+    pieces: list[tuple[Group, list[tuple[int, Sequence]]]]  # (group, [(sequence number, sequence)])
     tokens: int
     targets: int
 
@@ -174,21 +180,21 @@ def _rows(groups: Seq[Group], room: int) -> list[_Row]:
         used = len(group.prefix) - 1
         for s in group.sequences:
             if members and used + len(s.tokens) > room:
-                pieces.append((group.prefix, members, used))
+                pieces.append((group, members, used))
                 members, used = [], len(group.prefix) - 1
             members.append((number, s))
             used += len(s.tokens)
             number += 1
         if members:
-            pieces.append((group.prefix, members, used))
+            pieces.append((group, members, used))
     rows: list[_Row] = []
-    for prefix, members, used in sorted(pieces, key=lambda p: -p[2]):
+    for group, members, used in sorted(pieces, key=lambda p: -p[2]):
         targets = sum(int(np.count_nonzero(s.weights)) for _, s in members)
         row = next((r for r in rows if r.tokens + used <= room), None)
         if row is None:
             row = _Row([], 0, 0)
             rows.append(row)
-        row.pieces.append((prefix, members))
+        row.pieces.append((group, members))
         row.tokens += used
         row.targets += targets
     return rows
@@ -200,18 +206,22 @@ def _fill(packed: list[list[_Row]], shape: tuple[int, int, int, int, int], pairs
     index, target, sequence = (np.zeros((P, B, M), np.int32) for _ in range(3))
     floats = {name: np.zeros((P, B, M), np.float32) for name in ("weights", "advantages", "old_logp", "ref_logp")}
     weights_PZ = np.zeros((P, Z), np.float32)
+    routes = _no_routes(packed, (P, B, T))
     places: list[list[Place]] = []
     for p, rows in enumerate(packed):
         found: dict[int, Place] = {}
         for b, row in enumerate(rows):
             at, out, segment = 0, 0, 0
-            for prefix, members in row.pieces:
+            for group, members in row.pieces:
+                prefix = group.prefix
                 segment += 1
                 shared = segment
                 span = slice(at, at + len(prefix) - 1)
                 ints["tokens"][p, b, span] = prefix[:-1]
                 ints["positions"][p, b, span] = np.arange(len(prefix) - 1)
                 ints["own"][p, b, span] = ints["parent"][p, b, span] = shared
+                if routes is not None and group.routes is not None:
+                    routes[:, p, b, span] = np.swapaxes(group.routes, 0, 1)
                 at = span.stop
                 for number, s in members:
                     segment += 1
@@ -220,6 +230,8 @@ def _fill(packed: list[list[_Row]], shape: tuple[int, int, int, int, int], pairs
                     ints["positions"][p, b, span] = len(prefix) - 1 + np.arange(len(s.tokens))
                     ints["own"][p, b, span] = segment
                     ints["parent"][p, b, span] = shared
+                    if routes is not None and s.routes is not None:
+                        routes[:, p, b, span] = np.swapaxes(s.routes, 0, 1)
                     chosen = np.flatnonzero(s.weights)
                     to = slice(out, out + len(chosen))
                     index[p, b, to] = at + chosen
@@ -234,4 +246,31 @@ def _fill(packed: list[list[_Row]], shape: tuple[int, int, int, int, int], pairs
         places.append([found[i] for i in sorted(found)])
         weights_PZ[p, : len(pairs[p])] = pairs[p]
     loss = Targets(**floats, sequence=sequence, pair_weights=weights_PZ)  # type: ignore[arg-type]
-    return Batch(**ints, index=index, target=target, loss=loss), places  # type: ignore[arg-type]
+    return Batch(**ints, index=index, target=target, loss=loss, routes=routes), places  # type: ignore[arg-type]
+
+
+def _no_routes(packed: list[list[_Row]], rows: tuple[int, int, int]) -> np.ndarray | None:
+    """Room for the routes of a batch, -1 everywhere; None where no sequence has any."""
+    sequences = (s for policy in packed for row in policy for _, members in row.pieces for _, s in members)
+    known = next((s.routes for s in sequences if s.routes is not None), None)
+    return None if known is None else np.full((known.shape[1], *rows, known.shape[2]), -1, np.int16)
+
+
+def mask_unrouted(groups: Seq[Group]) -> tuple[list[Group], int]:
+    """Takes tokens without recorded experts out of the loss, where others of the policy have them.
+
+    Returns:
+        The groups, and how many targets were masked.
+    """
+    if not any(s.routes is not None for g in groups for s in g.sequences):
+        return list(groups), 0
+    masked = 0
+
+    def routed_only(s: Sequence) -> Sequence:
+        nonlocal masked
+        known = [False] * len(s.tokens) if s.routes is None else np.all(s.routes >= 0, axis=(1, 2)).tolist()
+        weights = [w if k else 0.0 for w, k in zip(s.weights, known)]
+        masked += sum(1 for old, new in zip(s.weights, weights) if old and not new)
+        return dataclasses.replace(s, weights=weights)
+
+    return [dataclasses.replace(g, sequences=[routed_only(s) for s in g.sequences]) for g in groups], masked

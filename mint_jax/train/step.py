@@ -31,8 +31,11 @@ from mint_jax.train.state import SCHEDULES, Hyper, State
 Slots = dict[int, jax.Array]  # bucket rank -> [n] int32, distinct slots
 
 
-def batch_logprobs(params: Any, lora: Bound | None, batch: Batch, cfg: ModelConfig, remat: str = "none") -> jax.Array:
-    """``log p(target)`` of every target of a batch, ``[P, B, M]`` float32."""
+def batch_logprobs(
+    params: Any, lora: Bound | None, batch: Batch, cfg: ModelConfig, remat: str = "none"
+) -> tuple[jax.Array, jax.Array | None]:
+    """``log p(target)`` of every target of a batch, ``[P, B, M]`` float32; with recorded routes also how far the router's own
+    choice before each target strays from them, ``[P, B, M]``, a share averaged over layers."""
     P, B, T, M = batch.shape
     rows = P * B
 
@@ -40,15 +43,23 @@ def batch_logprobs(params: Any, lora: Bound | None, batch: Batch, cfg: ModelConf
         return sharding.constrain(x.reshape(rows, x.shape[-1]), "batch", "tokens")
 
     segments = Segments(flat(batch.own), flat(batch.parent))
-    h, _ = transformer.hidden_states(params, lora, flat(batch.tokens), flat(batch.positions), cfg, segments=segments, remat=remat)
+    replay = None if batch.routes is None else batch.routes.reshape(batch.routes.shape[0], rows, T, -1)
+    tokens = flat(batch.tokens), flat(batch.positions)
+    h, kept = transformer.hidden_states(
+        params, lora, *tokens, cfg, segments=segments, replay=replay, keep_routes=replay is not None, remat=remat
+    )
     picked = jnp.take_along_axis(h, flat(batch.index)[..., None], axis=1)
-    return target_logprobs(params, lora, picked, flat(batch.target)).reshape(P, B, M)
+    logp = target_logprobs(params, lora, picked, flat(batch.target)).reshape(P, B, M)
+    if replay is None:
+        return logp, None
+    missed = jnp.mean(kept["moe"]["missed"], axis=0)
+    return logp, jnp.take_along_axis(missed, flat(batch.index), axis=1).reshape(P, B, M)
 
 
 @functools.partial(jax.jit, static_argnames=("cfg",))
 def score(params: Any, batch: Batch, *, cfg: ModelConfig) -> jax.Array:
     """Logprobs of a batch under the bare base: the reference of KL terms and DPO costs no second model."""
-    return batch_logprobs(params, None, batch, cfg)
+    return batch_logprobs(params, None, batch, cfg)[0]
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "remat"), donate_argnames=("state",))
@@ -74,8 +85,10 @@ def forward_backward(
 
     def loss(taken):
         parts = [(taken[b], state[b].adapters.scale[slots[b]]) for b in buckets]
-        logp = batch_logprobs(params, lora_tree.bind(parts, dtype=dtype), batch, cfg, remat)
+        logp, missed = batch_logprobs(params, lora_tree.bind(parts, dtype=dtype), batch, cfg, remat)
         losses, metrics = jax.vmap(policy_loss)(logp, batch.loss, coefs)
+        if missed is not None:
+            metrics["out_of_route_sum"] = jnp.sum(missed * (batch.loss.weights != 0), axis=(1, 2))
         # A policy's loss depends on its own adapter only, so the gradient of the sum is every policy's own gradient.
         return jnp.sum(losses), (logp, metrics | {"loss": losses})
 

@@ -20,7 +20,7 @@ from mint_jax.models import transformer
 from mint_jax.models.base import Base
 from mint_jax.train import state as state_lib
 from mint_jax.train import step as step_lib
-from mint_jax.train.batch import Batch, Group, Place, pack, padded_tokens
+from mint_jax.train.batch import Batch, Group, Place, mask_unrouted, pack, padded_tokens
 from mint_jax.train.losses import KINDS, KL_KINDS, LossCoefs
 from mint_jax.train.state import OptimizerConfig, State
 
@@ -198,7 +198,12 @@ class Trainer:
             if not groups[name]:
                 raise UserError(f"policy {name!r} has no sequences to train on: leave it out of this update")
         totals: dict[str, dict[str, float]] = {n: {} for n in ordered}
-        for chunk in self._passes(groups, ordered):
+        routed: dict[str, list[Group]] = {}
+        for name in ordered:
+            routed[name], masked = mask_unrouted(groups[name])
+            if masked:
+                totals[name]["unrouted"] = float(masked)
+        for chunk in self._passes(routed, ordered):
             live = [(n, g) for n, g in zip(ordered, chunk) if g]  # a policy with fewer groups sits later passes out
             names = [n for n, _ in live]
             if missing := [g for n, g in live if self.policies[n].loss.needs_reference and _lacks_reference(g)]:
@@ -258,6 +263,9 @@ def summarise(totals: dict[str, float], loss: LossConfig) -> dict[str, float]:
     tokens, pairs = max(totals["tokens"], 1.0), max(totals["pairs"], 1.0)
     means = ["logp", *(["kl"] if loss.needs_reference else []), *(["clipped", "masked", "gap"] if loss.samples else [])]
     out = {"loss": totals["loss"], "tokens": totals["tokens"]} | {name: totals[f"{name}_sum"] / tokens for name in means}
+    out |= {"unrouted": totals["unrouted"]} if "unrouted" in totals else {}
+    if "out_of_route_sum" in totals:
+        out["out_of_route"] = totals["out_of_route_sum"] / tokens
     if loss.samples:
         out["max_gap"] = totals["max_gap"]
     if totals["pairs"]:

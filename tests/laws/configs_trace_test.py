@@ -119,7 +119,7 @@ def test_training_config_traces(name):
         stacks = {b: stack.adapters for b, stack in state.items()}
         lora = jax.eval_shape(lambda stacks: lora_tree.bind_slots(stacks, taken, dtype=base.dtype), stacks)
         args = base.params, lora, *_arrays(prompts, 2, max(len(r.prompt) for r in prompts))
-        cache, drawing = jax.eval_shape(lambda *a: generate.prefill(*a, cfg=base.cfg, rollouts=2, new_tokens=8), *args)
+        cache, drawing, _ = jax.eval_shape(lambda *a: generate.prefill(*a, cfg=base.cfg, rollouts=2, new_tokens=8), *args)
         _, _, _, lengths, sampling, limits = args
         args = base.params, lora, cache, lengths, drawing, sampling, limits, jnp.int32(8)
         assert jax.eval_shape(lambda *a: generate.decode(*a, cfg=base.cfg), *args) == drawing

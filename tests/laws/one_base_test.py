@@ -88,7 +88,7 @@ def programs(trainer, rng):
     limits = generate.Limits(np.full(P, C, np.int32), np.full((P, 1), -1, np.int32))
     prompt, lengths = np.full((P, 11), 3, np.int32), np.full(P, 9, np.int32)
     args = params, lora, prompt, lengths, sampling, limits
-    cache, decoding = jax.eval_shape(lambda *a: generate.prefill(*a, cfg=cfg, rollouts=1, new_tokens=C), *args)
+    cache, decoding, _ = jax.eval_shape(lambda *a: generate.prefill(*a, cfg=cfg, rollouts=1, new_tokens=C), *args)
     return {
         "forward_backward": (lambda *a: step.forward_backward(*a, cfg=cfg, remat="names"), (params, trainer.state, batch, coefs, slots)),
         "optim_step": (step.optim_step, (trainer.state, slots)),

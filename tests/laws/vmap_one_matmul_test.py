@@ -142,7 +142,7 @@ def test_sampling_is_one_base_matmul_a_token(tiny_base):
     prefill = jax.jit(lambda *args: generate.prefill(*args, cfg=cfg, rollouts=G, new_tokens=C))
     args = params, lora, struct(jnp.int32, P, T), struct(jnp.int32, P), sampling, limits
     check(prefill, args, cfg, rows=P * T, passes=1, unembed=Counter({P: 1}))  # only the last token of a prompt is unembedded
-    cache, state = jax.eval_shape(prefill, *args)
+    cache, state, _ = jax.eval_shape(prefill, *args)
     decode = jax.jit(lambda *args: generate.decode(*args, cfg=cfg))
     args = params, lora, cache, struct(jnp.int32, P), state, sampling, limits, struct(jnp.int32)
     check(decode, args, cfg, rows=P * G, passes=1, unembed=Counter({P * G: 1}))

@@ -32,7 +32,7 @@ def run(base, prompts_QT, sampling, limits, steps=C):
     """Prefill, then decoding in pieces of ``steps`` until every row is done."""
     args = base.params, None
     with jax.set_mesh(base.mesh):
-        cache, state = generate.prefill(*args, prompts_QT, LENGTHS, sampling, limits, cfg=base.cfg, rollouts=G, new_tokens=C)
+        cache, state, _ = generate.prefill(*args, prompts_QT, LENGTHS, sampling, limits, cfg=base.cfg, rollouts=G, new_tokens=C)
         for _ in range(C):
             state = generate.decode(*args, cache, LENGTHS, state, sampling, limits, jnp.int32(steps), cfg=base.cfg)
             if state.done.all():

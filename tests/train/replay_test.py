@@ -1,0 +1,133 @@
+"""Router replay (R3): the trainer takes the experts that the sampler took, and says how far its own router strays from them."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mint_jax import params as params_lib
+from mint_jax.errors import UserError
+from mint_jax.lora.tree import AdapterConfig
+from mint_jax.models import transformer
+from mint_jax.models.base import Base
+from mint_jax.models.config import Experts, ModelConfig
+from mint_jax.rollout.engine import DenseEngine, Request
+from mint_jax.train.batch import Group, Sequence, mask_unrouted
+from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
+
+CFG = ModelConfig(
+    family="qwen3_moe",
+    vocab_size=61,
+    d_model=32,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    d_ff=48,
+    dense_layers=1,
+    # the sigmoid router's bias moves the choice and nothing else: replay can undo it exactly
+    experts=Experts(count=8, per_token=2, width=24, scores="sigmoid", scale=1.5),
+)
+POLICY = PolicyConfig("p", AdapterConfig(4), loss=LossConfig("reinforce"))
+
+
+@pytest.fixture
+def base(rng, tmp_path, mesh):
+    params = params_lib.init(transformer.abstract(CFG), jax.random.key(int(rng.integers(1 << 30))))
+    return Base("random", tmp_path, CFG, params, mesh, None, "0" * 64)
+
+
+def perturbed(base, rng):
+    """The same base, whose router prefers other experts."""
+    moe = base.params["moe"]["moe"]
+    router = moe["router"] | {"choice_bias": jnp.asarray(rng.normal(0, 0.3, moe["router"]["choice_bias"].shape), jnp.float32)}
+    params = base.params | {"moe": base.params["moe"] | {"moe": moe | {"router": router}}}
+    return dataclasses.replace(base, params=params)
+
+
+def rollout(base, rng, n=3):
+    """Two prompts' samples with their routes, as groups to train on; the second prompt is shorter and pads the batch."""
+    prompts = [tuple(int(t) for t in rng.integers(1, CFG.vocab_size, length)) for length in (9, 5)]
+    requests = [Request(prompt, n=n, max_tokens=8, seed=int(rng.integers(1 << 30))) for prompt in prompts]
+    groups = []
+    for request, completions in zip(requests, DenseEngine(base, keep_routes=True).generate(requests)):
+        advantages = rng.normal(size=len(completions))
+        sequences = [
+            Sequence(c.tokens, [1.0] * len(c.tokens), [float(a)] * len(c.tokens), c.logprobs, routes=c.routes)
+            for c, a in zip(completions, advantages)
+        ]
+        groups.append(Group(list(request.prompt), sequences, routes=completions[0].prompt_routes))
+    return groups
+
+
+def without_routes(groups):
+    return [dataclasses.replace(g, routes=None, sequences=[dataclasses.replace(s, routes=None) for s in g.sequences]) for g in groups]
+
+
+def update(base, groups):
+    return Trainer(base, [POLICY]).update({"p": groups})["p"]
+
+
+def test_recorded_routes_are_those_of_a_full_forward_pass(base, rng):
+    for group in rollout(base, rng):
+        for s in group.sequences:
+            inputs = np.array([[*group.prefix, *s.tokens[:-1]]], np.int32)
+            positions = np.arange(inputs.shape[1], dtype=np.int32)[None]
+            _, kept = transformer.hidden_states(base.params, None, inputs, positions, CFG, keep_routes=True)
+            full = np.asarray(kept["moe"]["routes"])[:, 0].swapaxes(0, 1)
+            recorded = np.concatenate([group.routes, s.routes])
+            assert recorded.shape == (inputs.shape[1], 2, 2)
+            np.testing.assert_array_equal(np.sort(recorded, axis=-1), np.sort(full, axis=-1))
+
+
+def test_a_perturbed_router_changes_the_loss_without_replay_and_not_with_it(base, rng):
+    groups = rollout(base, rng)
+    same = update(base, without_routes(groups))
+    assert same["max_gap"] < 1e-4
+    other = perturbed(base, rng)
+    moved, held = update(other, without_routes(groups)), update(other, groups)
+    assert moved["max_gap"] > 1e-2, "the perturbation does nothing, so the test says nothing"
+    assert abs(moved["loss"] - same["loss"]) > 1e-4
+    # float32, another order of summation: the rows of an expert are sorted differently only in shape
+    assert held["max_gap"] < 1e-4
+    assert held["loss"] == pytest.approx(same["loss"], abs=1e-5)
+    assert held["grad_norm"] == pytest.approx(same["grad_norm"], rel=1e-4)
+
+
+def test_the_out_of_route_rate_counts_other_choices(base, rng):
+    groups = rollout(base, rng)
+    assert update(base, groups)["out_of_route"] == 0.0
+    other = perturbed(base, rng)
+    rate = update(other, groups)["out_of_route"]
+    own, taken = [], []
+    for group in groups:
+        for s in group.sequences:  # the first MoE layer sees the same input whatever is replayed
+            inputs = np.array([[*group.prefix, *s.tokens[:-1]]], np.int32)
+            positions = np.arange(inputs.shape[1], dtype=np.int32)[None]
+            replay = np.concatenate([group.routes, s.routes]).swapaxes(0, 1)[:, None].astype(np.int16)
+            _, kept = transformer.hidden_states(other.params, None, inputs, positions, CFG, replay=replay, keep_routes=True)
+            taken.append(np.asarray(kept["moe"]["routes"])[:, 0, len(group.prefix) - 1 :])
+            own.append(np.asarray(kept["moe"]["missed"])[:, 0, len(group.prefix) - 1 :])
+            np.testing.assert_array_equal(taken[-1], s.routes.swapaxes(0, 1))
+    assert rate == pytest.approx(np.mean(np.concatenate(own, axis=1)), rel=1e-4)
+    assert 0 < rate < 1
+
+
+def test_tokens_without_routes_are_masked(base, rng):
+    groups = rollout(base, rng)
+    lost = groups[0].sequences[0]
+    lost.routes = np.where(np.arange(len(lost.tokens))[:, None, None] < 3, -1, lost.routes.astype(np.int16))
+    groups[1].sequences[1].routes = None
+    masked, count = mask_unrouted(groups)
+    assert count == 3 + len(groups[1].sequences[1].tokens)
+    assert masked[0].sequences[0].weights == [0.0] * 3 + [1.0] * (len(lost.tokens) - 3)
+    row = update(base, groups)
+    assert row["unrouted"] == count
+    assert row["tokens"] == sum(len(s.tokens) for g in groups for s in g.sequences) - count
+
+
+def test_routes_of_a_base_without_experts_are_refused(tiny_base):
+    with pytest.raises(UserError, match="has no experts"):
+        DenseEngine(tiny_base("llama"), keep_routes=True)
