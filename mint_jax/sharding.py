@@ -26,6 +26,7 @@ RULES: dict[str, Axis] = {
     "q_heads": "tensor",
     "kv_heads": "tensor",
     "head_dim": None,
+    "latent": None,
     "experts": "expert",
     "vocab": "tensor",
     "norm": None,

@@ -32,6 +32,24 @@ _LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+_LATENT = {  # every width its own number; dense layers only
+    "head_dim": 8,  # transformers means the rotary part of a head
+    "num_key_value_heads": 4,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "n_group": 1,
+    "topk_group": 1,
+    "tie_word_embeddings": False,
+}
+_INDEXER = {"index_n_heads": 12, "index_head_dim": 14, "index_topk": 8}
+_MSCALE = _YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}
 TINY: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (transformers config class, what differs from _COMMON)
     "llama": ("LlamaConfig", {"tie_word_embeddings": False}),
     "llama_tied": ("LlamaConfig", {"tie_word_embeddings": True}),
@@ -41,6 +59,9 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (transformers config 
     "qwen2": ("Qwen2Config", {"tie_word_embeddings": False}),
     "qwen3": ("Qwen3Config", {"tie_word_embeddings": False}),
     "qwen3_tied": ("Qwen3Config", {"tie_word_embeddings": True}),
+    "deepseek_v3_dense": ("DeepseekV3Config", _LATENT),
+    "deepseek_v3_yarn_dense": ("DeepseekV3Config", _LATENT | {"rope_parameters": _MSCALE}),
+    "moonlight_dense": ("DeepseekV3Config", _LATENT | {"q_lora_rank": None}),
 }
 
 

@@ -26,18 +26,10 @@ from mint_jax.models import transformer
 from mint_jax.models.config import ModelConfig
 from mint_jax.params import ParamSpec
 
-_DECODER = {  # path below one layer -> name below model.layers.{i}
+_DENSE = {  # path below one layer -> name below model.layers.{i}
     "attn/norm": "input_layernorm.weight",
-    "attn/q/w": "self_attn.q_proj.weight",
-    "attn/q/b": "self_attn.q_proj.bias",
-    "attn/k/w": "self_attn.k_proj.weight",
-    "attn/k/b": "self_attn.k_proj.bias",
-    "attn/v/w": "self_attn.v_proj.weight",
-    "attn/v/b": "self_attn.v_proj.bias",
     "attn/o/w": "self_attn.o_proj.weight",
     "attn/o/b": "self_attn.o_proj.bias",
-    "attn/q_norm": "self_attn.q_norm.weight",
-    "attn/k_norm": "self_attn.k_norm.weight",
     "mlp/norm": "post_attention_layernorm.weight",
     "mlp/gate/w": "mlp.gate_proj.weight",
     "mlp/gate/b": "mlp.gate_proj.bias",
@@ -46,7 +38,37 @@ _DECODER = {  # path below one layer -> name below model.layers.{i}
     "mlp/down/w": "mlp.down_proj.weight",
     "mlp/down/b": "mlp.down_proj.bias",
 }
-LAYER_NAMES: dict[str, dict[str, str]] = dict.fromkeys(("llama", "qwen2", "qwen3"), _DECODER)
+_DECODER = _DENSE | {
+    "attn/q/w": "self_attn.q_proj.weight",
+    "attn/q/b": "self_attn.q_proj.bias",
+    "attn/k/w": "self_attn.k_proj.weight",
+    "attn/k/b": "self_attn.k_proj.bias",
+    "attn/v/w": "self_attn.v_proj.weight",
+    "attn/v/b": "self_attn.v_proj.bias",
+    "attn/q_norm": "self_attn.q_norm.weight",
+    "attn/k_norm": "self_attn.k_norm.weight",
+}
+_LATENT = _DENSE | {
+    "attn/q/w": "self_attn.q_proj.weight",
+    "attn/q_a/w": "self_attn.q_a_proj.weight",
+    "attn/q_a_norm": "self_attn.q_a_layernorm.weight",
+    "attn/q_b/w": "self_attn.q_b_proj.weight",
+    "attn/kv_a/w": "self_attn.kv_a_proj_with_mqa.weight",
+    "attn/kv_a_norm": "self_attn.kv_a_layernorm.weight",
+    "attn/kv_b/w": "self_attn.kv_b_proj.weight",
+}
+_SPARSE = _LATENT | {
+    "attn/indexer/q": "self_attn.indexer.wq_b.weight",
+    "attn/indexer/k": "self_attn.indexer.wk.weight",
+    "attn/indexer/k_norm/scale": "self_attn.indexer.k_norm.weight",
+    "attn/indexer/k_norm/bias": "self_attn.indexer.k_norm.bias",
+    "attn/indexer/weights": "self_attn.indexer.weights_proj.weight",
+}
+LAYER_NAMES: dict[str, dict[str, str]] = {
+    **dict.fromkeys(("llama", "qwen2", "qwen3"), _DECODER),
+    "deepseek_v3": _LATENT,
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _SPARSE),
+}
 GLOBAL_NAMES = {"embed/w": "model.embed_tokens.weight", "unembed/w": "lm_head.weight", "final_norm": "model.norm.weight"}
 
 
@@ -70,18 +92,13 @@ def source_of(path: str, spec: ParamSpec, cfg: ModelConfig) -> Source:
     if path in GLOBAL_NAMES:
         return Source((GLOBAL_NAMES[path],), False, False)
     kind, rest = path.split("/", 1)
-    first = _first_layer(kind, cfg)
     name = LAYER_NAMES[cfg.family][rest]
-    return Source(tuple(f"model.layers.{first + i}.{name}" for i in range(spec.shape[0])), True, name.endswith("_proj.weight"))
-
-
-def _first_layer(kind: str, cfg: ModelConfig) -> int:
-    first = 0
-    for name, layers in cfg.stacks.items():
-        if name == kind:
-            return first
-        first += layers
-    raise KeyError(kind)
+    layers: Iterable[int] = cfg.layers_of(kind)
+    if rest.startswith("attn/indexer/"):
+        assert cfg.indexer is not None
+        layers = (layer for layer in layers if cfg.indexer.full[layer])
+    names = tuple(f"model.layers.{layer}.{name}" for layer in layers)
+    return Source(names, True, len(spec.shape) > 2)  # matrices are transposed, vectors are as they are
 
 
 def module_names(cfg: ModelConfig, paths: Iterable[str]) -> dict[str, list[str]]:
