@@ -27,6 +27,7 @@ RULES: dict[str, Axis] = {
     "q_heads": "tensor",
     "kv_heads": "tensor",
     "head_dim": None,
+    "latent": None,
     "experts": ("fsdp", "expert", "tensor"),  # a device owns whole experts
     "expert_embed": None,
     "expert_ffw": None,

@@ -32,6 +32,34 @@ _LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+_LATENT = {  # every width its own number; dense layers only
+    "head_dim": 8,  # transformers means the rotary part of a head
+    "num_key_value_heads": 4,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+    "n_group": 1,
+    "topk_group": 1,
+    "tie_word_embeddings": False,
+}
+_INDEXER = {"index_n_heads": 12, "index_head_dim": 14, "index_topk": 8}
+_EXPERTS = {  # one dense layer, then experts in groups, and a shared one
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 20,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 2.5,
+}
+_MSCALE = _YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}
 TINY: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (transformers config class, what differs from _COMMON)
     "llama": ("LlamaConfig", {"tie_word_embeddings": False}),
     "llama_tied": ("LlamaConfig", {"tie_word_embeddings": True}),
@@ -51,6 +79,11 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (transformers config 
         },
     ),
     "qwen3_tied": ("Qwen3Config", {"tie_word_embeddings": True}),
+    "deepseek_v3_dense": ("DeepseekV3Config", _LATENT),
+    "deepseek_v3_yarn_dense": ("DeepseekV3Config", _LATENT | {"rope_parameters": _MSCALE}),
+    "deepseek_v3": ("DeepseekV3Config", _LATENT | _EXPERTS | {"rope_parameters": _MSCALE}),
+    "moonlight": ("DeepseekV3Config", _LATENT | _EXPERTS | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 2}),
+    "moonlight_dense": ("DeepseekV3Config", _LATENT | {"q_lora_rank": None}),
 }
 
 
@@ -68,6 +101,9 @@ def save_tiny(name: str, directory: Path, max_shard_size: str = "5GB") -> Path:
                 p.normal_(0, 0.3)
             else:
                 p.normal_(0, p.shape[-1] ** -0.5)
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.normal_(0, 0.1)
     model.save_pretrained(directory, max_shard_size=max_shard_size)
     return directory
 

@@ -4,12 +4,16 @@ A row may hold several segments. A token attends to earlier tokens of its own se
 a prompt as the parent of its rollouts, a GRPO group keeps its prompt once. Scores are computed in blocks of queries
 against only the keys before them, and recomputed in the backward pass (FlashAttention, arXiv 2205.14135, section 3.1).
 
-Axes: B rows, T query tokens, S key positions, N query heads, K kv heads, G query heads per kv head, H head dim,
-M = G T queries of a kv head.
+With a cache, attention to each of its parts is a softmax of its own; ``merge`` makes one of them by the statistics that
+blocks leave (section 3.1 there, Algorithm 1 line 12), so that neither caches nor scores are ever concatenated.
+
+Axes: B rows, T query tokens, S key positions, N query heads, K kv heads, G query heads per kv head, H head dim of queries
+and keys, V head dim of values, M = G T queries of a kv head, Q rows of a cache part, W = B / Q rows that share one of them.
 """
 
 import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -34,12 +38,27 @@ class Segments(NamedTuple):
     parent: jax.Array
 
 
+class Context(NamedTuple):
+    """What every layer of one call shares.
+
+    Attributes:
+        cos, sin: rotary tables ``[B, T, rope_dim / 2]``.
+        segments: packed rows; None when a cache is read.
+        lengths: valid positions of each cache part, ``[Q]`` or scalar int32; None without a cache.
+    """
+
+    cos: jax.Array
+    sin: jax.Array
+    segments: Segments | None
+    lengths: tuple[jax.Array, ...] | None
+
+
 class Past(NamedTuple):
     """Cached keys and values that precede the current tokens, in one or more parts.
 
     Attributes:
-        k, v: per part ``[C, S, K, H]``, shared by ``B / C`` consecutive rows each.
-        length: per part ``[C]`` or scalar int32: how many positions are valid.
+        k, v: per part ``[Q, S, K, H]``, shared by ``W`` consecutive rows each.
+        length: per part ``[Q]`` or scalar int32: how many positions are valid.
     """
 
     k: tuple[jax.Array, ...]
@@ -47,21 +66,42 @@ class Past(NamedTuple):
     length: tuple[jax.Array, ...]
 
 
-def packed_attention(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, segments: Segments, scale: float) -> jax.Array:
-    """Causal attention within segments and their parents; ``[B, T, N, H]`` in the dtype of ``q``."""
+class Partial(NamedTuple):
+    """Attention to some of the keys, before it is divided by the sum of its weights.
+
+    Attributes:
+        top: ``[..., 1]`` float32, the largest score.
+        total: ``[..., 1]``, sum of ``exp(score - top)``.
+        value: ``[..., V]``, sum of ``exp(score - top) v``.
+    """
+
+    top: jax.Array
+    total: jax.Array
+    value: jax.Array
+
+
+def packed_attention(
+    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKV: jax.Array, segments: Segments, scale: float, chosen: jax.Array | None = None
+) -> jax.Array:
+    """Causal attention within segments and their parents; ``[B, T, N, V]`` in the dtype of ``q``.
+
+    Args:
+        chosen: the keys that each query may see at all, ``[B, T, ceil(T / 8)]`` as ``pack_keys`` packs them; None for all.
+    """
     B, T, N, H = q_BTNH.shape
-    K = k_BTKH.shape[2]
+    K, V = v_BTKV.shape[2:]
     q = checkpoint_name(q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4), "query")  # B K G T H
     k = checkpoint_name(k_BTKH.transpose(0, 2, 1, 3), "key")
-    v = checkpoint_name(v_BTKH.transpose(0, 2, 1, 3), "value")
+    v = checkpoint_name(v_BTKV.transpose(0, 2, 1, 3), "value")
     size = max(MIN_BLOCK, -(-T // MAX_CAUSAL_BLOCKS))
     out = []
     for start in range(0, T, size):
         stop = min(start + size, T)
         queries = segments.own[:, start:stop], segments.parent[:, start:stop]
-        out.append(_block(q[:, :, :, start:stop], k[:, :, :stop], v[:, :, :stop], *queries, segments.own[:, :stop], start, scale))
+        bits = None if chosen is None else chosen[:, start:stop, : -(-stop // 8)]
+        out.append(_block(q[:, :, :, start:stop], k[:, :, :stop], v[:, :, :stop], *queries, segments.own[:, :stop], bits, start, scale))
     o = out[0] if len(out) == 1 else jnp.concatenate(out, axis=3)
-    return o.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+    return o.transpose(0, 3, 1, 2, 4).reshape(B, T, N, V)
 
 
 def cached_attention(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, past: Past, scale: float) -> jax.Array:
@@ -69,124 +109,168 @@ def cached_attention(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, pa
     B, T, N, H = q_BTNH.shape
     K = k_BTKH.shape[2]
     G = N // K
-    scores, values = [], []
-    for k, v, length in zip(past.k, past.v, past.length):
-        C, S = k.shape[:2]
-        shared = B // C  # rows that read the same cached prompt
-        q = q_BTNH.reshape(C, shared, T, K, G, H).transpose(0, 3, 1, 2, 4, 5).reshape(C, K, shared * T * G, H)
-        s = jnp.einsum("CKMH,CSKH->CKMS", q, k, preferred_element_type=jnp.float32) * scale
-        valid = jnp.arange(S)[None] < jnp.broadcast_to(length, (C,))[:, None]
-        s = jnp.where(valid[:, None, None], s, MASKED).reshape(C, K, shared, T, G, S)
-        scores.append(s.transpose(0, 2, 1, 3, 4, 5).reshape(B, K, T, G, S))
-        values.append(v)
-    own = jnp.einsum("BTKGH,BSKH->BKTGS", q_BTNH.reshape(B, T, K, G, H), k_BTKH, preferred_element_type=jnp.float32) * scale
-    causal = jnp.arange(T)[:, None] >= jnp.arange(T)[None]
-    scores.append(jnp.where(causal[None, None, :, None], own, MASKED))
 
-    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1).astype(v_BTKH.dtype)
-    out, start = jnp.zeros((B, T, K, G, H), jnp.float32), 0
-    for v in values:
-        C, S = v.shape[:2]
-        shared = B // C
-        w = weights[..., start : start + S].reshape(C, shared, K, T, G, S).transpose(0, 2, 1, 3, 4, 5).reshape(C, K, shared * T * G, S)
-        o = jnp.einsum("CKMS,CSKH->CKMH", w, v, preferred_element_type=jnp.float32).reshape(C, K, shared, T, G, H)
-        out = out + o.transpose(0, 2, 3, 1, 4, 5).reshape(B, T, K, G, H)
-        start += S
-    out = out + jnp.einsum("BKTGS,BSKH->BTKGH", weights[..., start:], v_BTKH, preferred_element_type=jnp.float32)
-    return out.reshape(B, T, N, H).astype(q_BTNH.dtype)
+    def part(k_QSKH: jax.Array, v_QSKH: jax.Array, allowed: jax.Array) -> Partial:
+        Q, S = k_QSKH.shape[:2]
+        W = B // Q
+        q_QKMH = q_BTNH.reshape(Q, W, T, K, G, H).transpose(0, 3, 1, 2, 4, 5).reshape(Q, K, W * T * G, H)
+        s = jnp.einsum("QKMH,QSKH->QKMS", q_QKMH, k_QSKH, preferred_element_type=jnp.float32) * scale
+        stats = partial_softmax(
+            jnp.where(allowed, s.reshape(Q, K, W, T, G, S), MASKED).reshape(s.shape),
+            lambda p: jnp.einsum("QKMS,QSKH->QKMH", p.astype(v_QSKH.dtype), v_QSKH, preferred_element_type=jnp.float32),
+        )
+        return Partial(*(x.reshape(Q, K, W, T, G, -1).transpose(0, 2, 3, 1, 4, 5).reshape(B, T, N, -1) for x in stats))
+
+    parts = [part(k, v, valid(length, k)[:, None, None, None, None]) for k, v, length in zip(past.k, past.v, past.length)]
+    own = part(k_BTKH, v_BTKH, causal(T)[None, None, None, :, None])
+    return merge([*parts, own]).astype(q_BTNH.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
-def _block(q, k, v, own_q, parent_q, own_k, start, scale):
-    """One block of queries ``q [B, K, G, t, H]`` against ``k, v [B, K, S, H]``; ``start`` is its first query's index."""
-    return _block_forward(q, k, v, own_q, parent_q, own_k, start, scale)[0]
+def partial_softmax(s: jax.Array, weigh: Callable[[jax.Array], jax.Array]) -> Partial:
+    """Attention over the last axis of masked scores ``s``; ``weigh`` sums values by weights of the shape of ``s``."""
+    top = jnp.max(s, axis=-1, keepdims=True)
+    p = jnp.exp(s - top)
+    return Partial(top, jnp.sum(p, axis=-1, keepdims=True), weigh(p))
 
 
-def _allowed(own_q, parent_q, own_k, start):
-    """``[B, 1, 1, t, S]``: may query t attend to key s."""
+def merge(parts: Sequence[Partial]) -> jax.Array:
+    """Attention to the keys of all parts, ``[..., V]`` float32. A part whose keys are all masked has no weight."""
+
+    def both(x: Partial, y: Partial) -> Partial:
+        top = jnp.maximum(x.top, y.top)
+        a, b = jnp.exp(x.top - top), jnp.exp(y.top - top)
+        return Partial(top, a * x.total + b * y.total, a * x.value + b * y.value)
+
+    whole = functools.reduce(both, parts)
+    return whole.value / whole.total
+
+
+def valid(length: jax.Array, part_QS: jax.Array) -> jax.Array:
+    """``[Q, S]``: which positions of a cache part, ``[Q, S, ...]``, hold a token."""
+    Q, S = part_QS.shape[:2]
+    return jnp.arange(S)[None] < jnp.broadcast_to(length, (Q,))[:, None]
+
+
+def causal(T: int) -> jax.Array:
+    """``[T, T]``: may a new token see another."""
+    return jnp.arange(T)[:, None] >= jnp.arange(T)[None]
+
+
+def pack_keys(mask: jax.Array) -> jax.Array:
+    """``[..., S]`` bool -> ``[..., ceil(S / 8)]`` uint8: what a layer keeps for its backward pass is a bit a pair."""
+    return jnp.packbits(mask, axis=-1)
+
+
+def unpack_keys(bits: jax.Array, S: int) -> jax.Array:
+    """The inverse of ``pack_keys``."""
+    return jnp.unpackbits(bits, axis=-1, count=S).astype(bool)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))
+def _block(q, k, v, own_q, parent_q, own_k, chosen, start, scale):
+    """One block of queries ``q [B, K, G, t, H]`` against ``k, v [B, K, S, .]``; ``start`` is its first query's index."""
+    return _block_forward(q, k, v, own_q, parent_q, own_k, chosen, start, scale)[0]
+
+
+def seen(own_q, parent_q, own_k, start):
+    """``[B, t, S]``: does key s stand before query ``start + t``, in its segment or its parent."""
     t, S = own_q.shape[1], own_k.shape[1]
-    causal = start + jnp.arange(t)[:, None] >= jnp.arange(S)[None]
+    before = start + jnp.arange(t)[:, None] >= jnp.arange(S)[None]
     own = (own_q[:, :, None] == own_k[:, None]) | (parent_q[:, :, None] == own_k[:, None])
-    return (own & causal[None])[:, None, None]
+    return own & before[None]
 
 
 def _slices(q, S):
     """Into how many slices of queries a block falls so that scores stay below ``SCORE_BYTES``."""
     B, K, G, t, _ = q.shape
-    wanted = math.ceil(4 * B * K * G * t * S / SCORE_BYTES)
-    return next((n for n in range(max(1, wanted), t + 1) if t % n == 0), t)
+    return slice_count(t, 4 * B * K * G * t * S)
 
 
-def _scores(q, k, own_q, parent_q, own_k, start, scale):
+def slice_count(n: int, nbytes: int) -> int:
+    """The least divisor of ``n`` that cuts ``nbytes`` into slices of at most ``SCORE_BYTES``; ``n`` where none does."""
+    wanted = math.ceil(nbytes / SCORE_BYTES)
+    return next((count for count in range(max(1, wanted), n + 1) if n % count == 0), n)
+
+
+def _scores(q, k, own_q, parent_q, own_k, chosen, start, scale):
     B, K, G, t, H = q.shape
     s = jnp.einsum("BKMH,BKSH->BKMS", q.reshape(B, K, G * t, H), k, preferred_element_type=jnp.float32) * scale
-    return jnp.where(_allowed(own_q, parent_q, own_k, start), s.reshape(B, K, G, t, -1), MASKED).reshape(s.shape)
+    allowed = seen(own_q, parent_q, own_k, start)
+    if chosen is not None:
+        allowed &= unpack_keys(chosen, k.shape[2])
+    return jnp.where(allowed[:, None, None], s.reshape(B, K, G, t, -1), MASKED).reshape(s.shape)
 
 
-def _slice_forward(q, k, v, own_q, parent_q, own_k, start, scale):
-    s = _scores(q, k, own_q, parent_q, own_k, start, scale)
-    top = jnp.max(s, axis=-1, keepdims=True)
-    p = jnp.exp(s - top)
-    total = jnp.sum(p, axis=-1, keepdims=True)
-    o = jnp.einsum("BKMS,BKSH->BKMH", p.astype(v.dtype), v, preferred_element_type=jnp.float32) / total
-    return o.reshape(q.shape).astype(q.dtype), (top + jnp.log(total)).reshape(*q.shape[:-1], 1)
+def _slice_forward(q, k, v, own_q, parent_q, own_k, chosen, start, scale):
+    s = _scores(q, k, own_q, parent_q, own_k, chosen, start, scale)
+    top, total, value = partial_softmax(
+        s, lambda p: jnp.einsum("BKMS,BKSV->BKMV", p.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    )
+    return (value / total).reshape(*q.shape[:-1], -1).astype(q.dtype), (top + jnp.log(total)).reshape(*q.shape[:-1], 1)
 
 
-def _slice_backward(q, k, v, own_q, parent_q, own_k, start, scale, o, lse, g):
+def _slice_backward(q, k, v, own_q, parent_q, own_k, chosen, start, scale, o, lse, g):
     # P = exp(S - lse), dV = P^T dO, dP = dO V^T, dS = P (dP - rowsum(dO O)), dQ = dS K, dK = dS^T Q
     B, K, G, t, H = q.shape
-    flat = (B, K, G * t, H)
-    p = jnp.exp(_scores(q, k, own_q, parent_q, own_k, start, scale) - lse.reshape(B, K, G * t, 1))
-    g_flat = g.reshape(flat)
-    dv = jnp.einsum("BKMS,BKMH->BKSH", p.astype(v.dtype), g_flat, preferred_element_type=jnp.float32)
-    dp = jnp.einsum("BKMH,BKSH->BKMS", g_flat, v, preferred_element_type=jnp.float32)
-    along = jnp.sum(g_flat.astype(jnp.float32) * o.reshape(flat).astype(jnp.float32), axis=-1, keepdims=True)
+    p = jnp.exp(_scores(q, k, own_q, parent_q, own_k, chosen, start, scale) - lse.reshape(B, K, G * t, 1))
+    g_flat, o_flat = (x.reshape(B, K, G * t, -1) for x in (g, o))
+    dv = jnp.einsum("BKMS,BKMV->BKSV", p.astype(v.dtype), g_flat, preferred_element_type=jnp.float32)
+    dp = jnp.einsum("BKMV,BKSV->BKMS", g_flat, v, preferred_element_type=jnp.float32)
+    along = jnp.sum(g_flat.astype(jnp.float32) * o_flat.astype(jnp.float32), axis=-1, keepdims=True)
     ds = (p * (dp - along) * scale).astype(k.dtype)
     dq = jnp.einsum("BKMS,BKSH->BKMH", ds, k, preferred_element_type=jnp.float32).reshape(q.shape)
-    dk = jnp.einsum("BKMS,BKMH->BKSH", ds, q.reshape(flat), preferred_element_type=jnp.float32)
+    dk = jnp.einsum("BKMS,BKMH->BKSH", ds, q.reshape(B, K, G * t, H), preferred_element_type=jnp.float32)
     return dq.astype(q.dtype), dk, dv
 
 
-def _split(x, n, axis):
-    """``n`` slices of an axis, stacked in front."""
-    return jnp.stack(jnp.split(x, n, axis=axis))
+def split(x, n, axis):
+    """``n`` slices of an axis, stacked in front; None stays None."""
+    return jax.tree.map(lambda leaf: jnp.stack(jnp.split(leaf, n, axis=axis)), x)
 
 
-def _merge(x, axis):
-    """The inverse of ``_split``."""
+def unsplit(x, axis):
+    """The inverse of ``split``."""
     return jnp.concatenate(list(x), axis=axis)
 
 
-def _block_forward(q, k, v, own_q, parent_q, own_k, start, scale):
+def _split_queries(own_q, parent_q, chosen, start, n):
+    """Slices of what tells which keys a block's queries may see."""
+    size = own_q.shape[1] // n
+    return *(split(x, n, 1) for x in (own_q, parent_q, chosen)), start + jnp.arange(n) * size
+
+
+def _block_forward(q, k, v, own_q, parent_q, own_k, chosen, start, scale):
     n = _slices(q, k.shape[2])
     if n == 1:
-        o, lse = _slice_forward(q, k, v, own_q, parent_q, own_k, start, scale)
+        o, lse = _slice_forward(q, k, v, own_q, parent_q, own_k, chosen, start, scale)
     else:
-        starts = start + jnp.arange(n) * (q.shape[3] // n)
-        parts = _split(q, n, 3), _split(own_q, n, 1), _split(parent_q, n, 1), starts
-        o, lse = jax.lax.map(lambda s: _slice_forward(s[0], k, v, s[1], s[2], own_k, s[3], scale), parts)
-        o, lse = _merge(o, 3), _merge(lse, 3)
+
+        def one(slices):
+            q, (own, parent, bits, at) = slices
+            return _slice_forward(q, k, v, own, parent, own_k, bits, at, scale)
+
+        o, lse = jax.lax.map(one, (split(q, n, 3), _split_queries(own_q, parent_q, chosen, start, n)))
+        o, lse = unsplit(o, 3), unsplit(lse, 3)
     o, lse = checkpoint_name(o, "attended"), checkpoint_name(lse, "logsumexp")
-    return o, (q, k, v, own_q, parent_q, own_k, o, lse)
+    return o, (q, k, v, own_q, parent_q, own_k, chosen, o, lse)
 
 
 def _block_backward(start, scale, residuals, g):
-    q, k, v, own_q, parent_q, own_k, o, lse = residuals
+    q, k, v, own_q, parent_q, own_k, chosen, o, lse = residuals
     n = _slices(q, k.shape[2])
     if n == 1:
-        dq, dk, dv = _slice_backward(q, k, v, own_q, parent_q, own_k, start, scale, o, lse, g)
+        dq, dk, dv = _slice_backward(q, k, v, own_q, parent_q, own_k, chosen, start, scale, o, lse, g)
     else:
-        starts = start + jnp.arange(n) * (q.shape[3] // n)
-        parts = *(_split(x, n, 3) for x in (q, o, lse, g)), _split(own_q, n, 1), _split(parent_q, n, 1), starts
 
-        def add(sums, s):
-            dq, dk, dv = _slice_backward(s[0], k, v, s[4], s[5], own_k, s[6], scale, s[1], s[2], s[3])
+        def add(sums, slices):
+            q, o, lse, g, (own, parent, bits, at) = slices
+            dq, dk, dv = _slice_backward(q, k, v, own, parent, own_k, bits, at, scale, o, lse, g)
             return (sums[0] + dk, sums[1] + dv), dq
 
-        zeros = jnp.zeros(k.shape, jnp.float32)
-        (dk, dv), dq = jax.lax.scan(add, (zeros, zeros), parts)
-        dq = _merge(dq, 3)
-    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None, None
+        slices = *(split(x, n, 3) for x in (q, o, lse, g)), _split_queries(own_q, parent_q, chosen, start, n)
+        (dk, dv), dq = jax.lax.scan(add, (jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)), slices)
+        dq = unsplit(dq, 3)
+    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None, None, None
 
 
 _block.defvjp(_block_forward, _block_backward)

@@ -26,18 +26,10 @@ from mint_jax.models import transformer
 from mint_jax.models.config import ModelConfig
 from mint_jax.params import ParamSpec
 
-_DECODER = {  # path below one layer -> name below model.layers.{i}
+_DENSE = {  # path below one layer -> name below model.layers.{i}
     "attn/norm": "input_layernorm.weight",
-    "attn/q/w": "self_attn.q_proj.weight",
-    "attn/q/b": "self_attn.q_proj.bias",
-    "attn/k/w": "self_attn.k_proj.weight",
-    "attn/k/b": "self_attn.k_proj.bias",
-    "attn/v/w": "self_attn.v_proj.weight",
-    "attn/v/b": "self_attn.v_proj.bias",
     "attn/o/w": "self_attn.o_proj.weight",
     "attn/o/b": "self_attn.o_proj.bias",
-    "attn/q_norm": "self_attn.q_norm.weight",
-    "attn/k_norm": "self_attn.k_norm.weight",
     "mlp/norm": "post_attention_layernorm.weight",
     "mlp/gate/w": "mlp.gate_proj.weight",
     "mlp/gate/b": "mlp.gate_proj.bias",
@@ -46,6 +38,32 @@ _DECODER = {  # path below one layer -> name below model.layers.{i}
     "mlp/down/w": "mlp.down_proj.weight",
     "mlp/down/b": "mlp.down_proj.bias",
 }
+_DECODER = _DENSE | {
+    "attn/q/w": "self_attn.q_proj.weight",
+    "attn/q/b": "self_attn.q_proj.bias",
+    "attn/k/w": "self_attn.k_proj.weight",
+    "attn/k/b": "self_attn.k_proj.bias",
+    "attn/v/w": "self_attn.v_proj.weight",
+    "attn/v/b": "self_attn.v_proj.bias",
+    "attn/q_norm": "self_attn.q_norm.weight",
+    "attn/k_norm": "self_attn.k_norm.weight",
+}
+_LATENT = _DENSE | {
+    "attn/q/w": "self_attn.q_proj.weight",
+    "attn/q_a/w": "self_attn.q_a_proj.weight",
+    "attn/q_a_norm": "self_attn.q_a_layernorm.weight",
+    "attn/q_b/w": "self_attn.q_b_proj.weight",
+    "attn/kv_a/w": "self_attn.kv_a_proj_with_mqa.weight",
+    "attn/kv_a_norm": "self_attn.kv_a_layernorm.weight",
+    "attn/kv_b/w": "self_attn.kv_b_proj.weight",
+}
+_SPARSE = _LATENT | {
+    "attn/indexer/q": "self_attn.indexer.wq_b.weight",
+    "attn/indexer/k": "self_attn.indexer.wk.weight",
+    "attn/indexer/k_norm/scale": "self_attn.indexer.k_norm.weight",
+    "attn/indexer/k_norm/bias": "self_attn.indexer.k_norm.bias",
+    "attn/indexer/weights": "self_attn.indexer.weights_proj.weight",
+}
 _MOE = {  # {e} is the expert
     "moe/norm": "post_attention_layernorm.weight",
     "moe/router/w": "mlp.gate.weight",
@@ -53,7 +71,12 @@ _MOE = {  # {e} is the expert
     **{f"moe/experts/{name}/w": f"mlp.experts.{{e}}.{name}_proj.weight" for name in ("gate", "up", "down")},
     **{f"moe/shared/{name}/w": f"mlp.shared_experts.{name}_proj.weight" for name in ("gate", "up", "down")},
 }
-LAYER_NAMES: dict[str, dict[str, str]] = dict.fromkeys(("llama", "qwen2", "qwen3"), _DECODER) | {"qwen3_moe": _DECODER | _MOE}
+LAYER_NAMES: dict[str, dict[str, str]] = {
+    **dict.fromkeys(("llama", "qwen2", "qwen3"), _DECODER),
+    "qwen3_moe": _DECODER | _MOE,
+    "deepseek_v3": _LATENT | _MOE,
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _SPARSE | _MOE),
+}
 GLOBAL_NAMES = {"embed/w": "model.embed_tokens.weight", "unembed/w": "lm_head.weight", "final_norm": "model.norm.weight"}
 
 
@@ -78,9 +101,14 @@ def source_of(path: str, spec: ParamSpec, cfg: ModelConfig) -> Source:
         return Source((GLOBAL_NAMES[path],), (), False)
     kind, rest = path.split("/", 1)
     name = LAYER_NAMES[cfg.family][rest]
-    experts = range(spec.shape[1]) if "{e}" in name else (0,)
-    names = tuple(f"model.layers.{i}.{name.replace('{e}', str(e))}" for i in cfg.layers_of(kind) for e in experts)
-    return Source(names, spec.shape[: 2 if "{e}" in name else 1], rest.endswith("/w"))
+    layers: Iterable[int] = cfg.layers_of(kind)
+    if rest.startswith("attn/indexer/"):
+        assert cfg.indexer is not None
+        layers = (layer for layer in layers if cfg.indexer.full[layer])
+    depth = 2 if "{e}" in name else 1
+    experts = range(spec.shape[1]) if depth == 2 else (0,)
+    names = tuple(f"model.layers.{layer}.{name.replace('{e}', str(e))}" for layer in layers for e in experts)
+    return Source(names, spec.shape[:depth], len(spec.shape) > depth + 1)  # matrices are transposed, vectors are as they are
 
 
 def module_names(cfg: ModelConfig, paths: Iterable[str]) -> dict[str, list[str]]:

@@ -1,20 +1,20 @@
 """The decoder as pure functions over a parameter tree: ``abstract(cfg)``, ``hidden_states``, ``logits``.
 
-Leaves LoRA to ``linear.project``, attention to ``attention.py``, sampling and losses to others. All policies' rows run
+Leaves LoRA to ``linear.project``, attention to ``attention.py`` and ``mla.py``, sampling and losses to others. All policies' rows run
 through the base together; nothing here knows how many policies there are.
 
 Axes: B rows, T tokens, L layers, V vocab, D model width, F ffw width, N query heads, K kv heads, H head dim.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from mint_jax.lora.apply import Bound, batch_delta, embedding_delta
-from mint_jax.models import mlp, moe
-from mint_jax.models.attention import Past, Segments, cached_attention, packed_attention
+from mint_jax.models import mla, mlp, moe
+from mint_jax.models.attention import Context, Past, Segments, cached_attention, packed_attention
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.linear import matrix, project
 from mint_jax.models.norm import rms_norm
@@ -25,25 +25,10 @@ from mint_jax.sharding import constrain
 REMAT = {  # what the backward pass keeps of each layer
     "none": None,
     "names": jax.checkpoint_policies.save_only_these_names(
-        "residual", "query", "key", "value", "attended", "logsumexp", "mlp_gate", "mlp_up", "expert_gate", "expert_up"
+        "residual", "latent", "query", "key", "value", "attended", "logsumexp", "mlp_gate", "mlp_up", "expert_gate", "expert_up"
     ),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
-
-
-class Context(NamedTuple):
-    """What every layer of one call shares.
-
-    Attributes:
-        cos, sin: rotary tables ``[B, T, H / 2]``.
-        segments: packed rows; None when a cache is read.
-        lengths: valid positions of each cache part, see ``attention.Past``; None without a cache.
-    """
-
-    cos: jax.Array
-    sin: jax.Array
-    segments: Segments | None
-    lengths: tuple[jax.Array, ...] | None
 
 
 def abstract(cfg: ModelConfig, dtype: Any = jnp.float32) -> Any:
@@ -51,7 +36,7 @@ def abstract(cfg: ModelConfig, dtype: Any = jnp.float32) -> Any:
     D = cfg.d_model
     specs: dict[str, Any] = {"embed": {"w": ParamSpec((cfg.vocab_size, D), ("vocab", "embed"), dtype, fan_in=D)}}
     for kind, L in cfg.stacks.items():
-        layer = {"attn": attention_specs(cfg, L, dtype)}
+        layer = {"attn": attention_specs(cfg, L, dtype) if cfg.latent is None else mla.specs(cfg, L, dtype)}
         specs[kind] = layer | (
             {"moe": moe.specs(cfg, L, dtype)} if kind == "moe" else {"mlp": mlp.specs(L, D, cfg.d_ff, dtype, cfg.mlp_bias)}
         )
@@ -62,7 +47,7 @@ def abstract(cfg: ModelConfig, dtype: Any = jnp.float32) -> Any:
 
 
 def attention_specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
-    """The attention parameters of ``L`` stacked layers."""
+    """The parameters of grouped-query attention in ``L`` stacked layers."""
     D, H, qkv = cfg.d_model, cfg.head_dim, cfg.qkv_bias
     attn: dict[str, Any] = {
         "norm": ParamSpec((L, D), ("layers", "norm"), dtype, "ones"),
@@ -102,16 +87,18 @@ def hidden_states(
         tokens_BT, positions_BT: int32.
         lora: adapters bound to the rows; None for the bare base.
         segments: how rows are packed; by default each row is one segment. Without a cache only.
-        cache: ``{"dense": {"k": (part, ...), "v": ...}}``, each part ``[L, C, S, K, H]``; the current tokens follow it.
+        cache: ``{"dense": {name: (part, ...)}}``, names and each part's ``[L, Q, S, ...]`` as in what ``keep_kv`` returns; the
+            current tokens follow it.
         lengths: valid positions of each cache part.
-        keep_kv: also return the keys and values of the current tokens.
+        keep_kv: also return what a cache keeps of the current tokens.
         replay: recorded experts of every MoE layer, ``[L, B, T, X]``, see ``router.route``.
         keep_routes: also return the experts that were used.
         remat: a key of ``REMAT``.
 
     Returns:
-        ``[B, T, D]``, and per layer kind what was asked for: ``{"dense": {"k": [L, B, T, K, H], "v": ...}}``, and for MoE
-        layers ``"routes"``, int32 ``[L, B, T, X]``, and ``"missed"``, see ``router.Route``.
+        ``[B, T, D]``, and per layer kind what was asked for: ``{"dense": {"k": [L, B, T, K, H], "v": ...}}``, under latent
+        attention ``{"latent": [L, B, T, C], "rope": [L, B, T, J]}``, and for MoE layers ``"routes"``, int32 ``[L, B, T, X]``,
+        and ``"missed"``, see ``router.Route``.
     """
     if segments is None and cache is None:
         zeros = jnp.zeros_like(tokens_BT)
@@ -139,7 +126,8 @@ def hidden_states(
 def _layer(x, p, lora, past, replay, ctx: Context, cfg: ModelConfig):
     x = constrain(checkpoint_name(x, "residual"), "batch", "tokens", "act_embed")
     with jax.named_scope("attn"):
-        out, kv = _attention(rms_norm(x, p["attn"]["norm"], cfg.norm_eps), p["attn"], _below(lora, "attn"), past, ctx, cfg)
+        attend = _attention if cfg.latent is None else mla.latent_attention
+        out, kv = attend(rms_norm(x, p["attn"]["norm"], cfg.norm_eps), p["attn"], _below(lora, "attn"), past, ctx, cfg)
         x = constrain(checkpoint_name(x + out, "residual"), "batch", "tokens", "act_embed")
     if "moe" in p:
         with jax.named_scope("moe"):

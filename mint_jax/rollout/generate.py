@@ -1,8 +1,8 @@
 """Sampling for all policies in one compiled program: prefill of each prompt once, then lockstep decoding of its rollouts.
 
-The cache has two parts: the prompts' keys and values, shared by the rollouts of a prompt (read once a group, never
-copied), and the new tokens' own. Decoding runs inside one ``while_loop`` until every row is done or ``steps`` are
-over, so the host is asked only when stop strings need it.
+The cache has two parts: what the prompts' tokens left (keys and values, or latents), shared by the rollouts of a prompt
+(read once a group, never copied), and the new tokens' own. Decoding runs inside one ``while_loop`` until every row is done
+or ``steps`` are over, so the host is asked only when stop strings need it.
 
 Axes: Q prompts (all blocks), G rollouts of a prompt, B = Q G rows, T prompt tokens, C new tokens, V vocab.
 """
@@ -43,7 +43,7 @@ class Decoding:
         lengths: ``[B]`` tokens drawn by each row.
         done: ``[B]`` bool.
         stopped: ``[B]`` bool: done by a stop id rather than by its length.
-        cache: ``{"dense": {"k": [L, B, C, K, H], "v": ...}}`` of the new tokens.
+        cache: ``{"dense": {"k": [L, B, C, K, H], "v": ...}}`` of the new tokens, or what else the attention caches.
         routes: experts of the new tokens, ``[L, B, C, X]`` in ``route_dtype``; None unless asked for.
     """
 
@@ -103,7 +103,7 @@ def prefill(
     first = jnp.repeat(logits(params, lora, last)[:, 0], rollouts, axis=0)
     rows = Q * rollouts
 
-    def room(entry: jax.Array) -> jax.Array:  # [L, Q, T, K, H] -> zeros [L, B, C, K, H]
+    def room(entry: jax.Array) -> jax.Array:  # [L, Q, T, ...] -> zeros [L, B, C, ...]
         return jnp.zeros((entry.shape[0], rows, new_tokens, *entry.shape[3:]), entry.dtype)
 
     state = Decoding(
@@ -170,7 +170,7 @@ def decode(
 
 
 def _write(cache: Any, entries: Any, at: jax.Array) -> Any:
-    """Puts ``[L, B, 1, K, H]`` entries at position ``at`` of ``[L, B, C, K, H]`` caches."""
+    """Puts ``[L, B, 1, ...]`` entries at position ``at`` of ``[L, B, C, ...]`` caches."""
 
     def put(old: jax.Array, entry: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_slice_in_dim(old, entry.astype(old.dtype), at, axis=2)

@@ -19,6 +19,7 @@ from tests import oracles
 torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
 
 MODULES = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj", "gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+MODULES |= {"q_a": "q_a_proj", "q_b": "q_b_proj", "kv_a": "kv_a_proj_with_mqa", "kv_b": "kv_b_proj"}
 MODULES |= {"embed": "embed_tokens", "unembed": "lm_head"}
 ALL_LINEAR = (
     AdapterConfig(1, 2.0, LINEAR_TARGETS),
@@ -47,7 +48,7 @@ def factor_pairs(model, targets):
         elif short == "unembed":
             yield "unembed", 0, module.lora_A["default"].weight, module.lora_B["default"].weight
         elif short is not None:
-            block = "attn" if short in "qkvo" else "mlp"
+            block = "mlp" if short in ("gate", "up", "down") else "attn"
             layer = int(name.split(".layers.")[1].split(".")[0])
             yield f"dense/{block}/{short}", layer, module.lora_A["default"].weight, module.lora_B["default"].weight
 
@@ -86,13 +87,17 @@ def logits_and_gradients(params, stacks, tokens_BT, pull_BTV, cfg, blocks, base_
 @pytest.mark.parametrize("configs", [ALL_LINEAR, MIXED], ids=["all_linear", "mixed_targets"])
 @pytest.mark.parametrize("family", ["llama_bias", "qwen3"])
 def test_logits_and_gradients_of_a_mixed_batch_match_peft_policy_by_policy(family, configs, rng, tiny_base, hf_dirs):
-    base, directory = tiny_base(family), hf_dirs(family)
+    assert_as_under_peft(tiny_base(family), hf_dirs(family), configs, rng)
+
+
+def assert_as_under_peft(base, directory, configs, rng, T=9):
+    """One batch of random adapters, one per config, and of the bare base: logits and gradients of each are PEFT's."""
     specs = transformer.abstract(base.cfg)
     adapters = {str(c.rank): (c, random_adapter(rng, specs, c)) for c in configs}
     stacks, slots = tree.stack_adapters(specs, adapters)
-    rows, T = 2, 9  # of each policy, and of the bare base at the end
-    tokens_BT = rng.integers(0, base.cfg.vocab_size, (4 * rows, T))
-    pull_BTV = rng.normal(size=(4 * rows, T, base.cfg.vocab_size)).astype(np.float32)
+    rows = 2  # of each policy, and of the bare base at the end
+    tokens_BT = rng.integers(0, base.cfg.vocab_size, ((len(configs) + 1) * rows, T))
+    pull_BTV = rng.normal(size=(*tokens_BT.shape, base.cfg.vocab_size)).astype(np.float32)
     blocks = tuple((slot.bucket, (slot.index,)) for slot in slots.values())
     ours, grads = logits_and_gradients(base.params, stacks, tokens_BT, pull_BTV, base.cfg, blocks, 1)
     bare = oracles.torch_logits(oracles.torch_model(directory), tokens_BT)

@@ -43,15 +43,15 @@ def _segments(rng, B, T):
     return Segments(own_BT.astype(np.int32), np.take_along_axis(parents_BS, own_BT, axis=1).astype(np.int32))
 
 
-def _ours(q, k, v, g, segments):
+def _ours(q, k, v, g, segments, chosen=None):
     """Values and gradients with respect to q, k, v."""
 
     @jax.jit  # anew in every test: some change SCORE_BYTES
-    def run(q, k, v, g, segments):
-        out, vjp = jax.vjp(lambda q, k, v: packed_attention(q, k, v, segments, SCALE), q, k, v)
+    def run(q, k, v, g, segments, chosen):
+        out, vjp = jax.vjp(lambda q, k, v: packed_attention(q, k, v, segments, SCALE, chosen), q, k, v)
         return out, *vjp(g)
 
-    return run(q, k, v, g, segments)
+    return run(q, k, v, g, segments, chosen)
 
 
 def _normal(rng, *shape, dtype=np.float32):
@@ -77,6 +77,22 @@ def test_packed_values_and_gradients_equal_a_plain_softmax(B, T, N, K, score_byt
     segments = _segments(rng, B, T)
     for ours, theirs in zip(_ours(q, k, v, g, segments), _torch(q, k, v, _allowed(*segments), SCALE, g)):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)  # float32 sums over up to 600 keys or queries
+
+
+@pytest.mark.parametrize("score_bytes", [None, 40_000])
+def test_values_of_another_width_and_chosen_keys(score_bytes, rng, monkeypatch):
+    B, T, N, K, H, V = 2, 100, 4, 2, 8, 5
+    if score_bytes is not None:
+        monkeypatch.setattr(attention, "SCORE_BYTES", score_bytes)
+    q, k, v, g = _normal(rng, B, T, N, H) * 2, _normal(rng, B, T, K, H), _normal(rng, B, T, K, V), _normal(rng, B, T, N, V)
+    segments = _segments(rng, B, T)
+    chosen_BTT = rng.random((B, T, T)) < 0.5
+    chosen_BTT[:, range(T), range(T)] = True  # a token sees something
+    bits = attention.pack_keys(jnp.asarray(chosen_BTT))
+    assert bits.shape == (B, T, 13)
+    theirs = _torch(q, k, v, _allowed(*segments) & chosen_BTT, SCALE, g)
+    for ours, want in zip(_ours(q, k, v, g, segments, bits), theirs):
+        np.testing.assert_allclose(ours, want, atol=2e-5)  # as above
 
 
 def test_bfloat16_rounds_weights_and_scores_only(rng):

@@ -1,5 +1,6 @@
 """Reading config.json: fields and rotary frequencies equal transformers', and what is not supported is refused."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -32,8 +33,12 @@ def _message(call, *args) -> str:
 def test_fields_equal_those_transformers_reads(name, hf_dirs):
     cfg, hf = read_config(hf_dirs(name)), transformers.AutoConfig.from_pretrained(hf_dirs(name))
     ours = (cfg.vocab_size, cfg.d_model, cfg.num_layers, cfg.num_heads, cfg.num_kv_heads, cfg.head_dim, cfg.d_ff)
-    theirs = (hf.vocab_size, hf.hidden_size, hf.num_hidden_layers, hf.num_attention_heads, hf.num_key_value_heads, hf.head_dim)
-    assert ours == (*theirs, hf.intermediate_size)
+    theirs = (hf.vocab_size, hf.hidden_size, hf.num_hidden_layers, hf.num_attention_heads, hf.num_key_value_heads)
+    assert ours == (*theirs, getattr(hf, "qk_head_dim", hf.head_dim), hf.intermediate_size)
+    assert cfg.rope_dim == hf.head_dim
+    if cfg.latent is not None:
+        ranks = (hf.q_lora_rank or 0, hf.kv_lora_rank, hf.qk_nope_head_dim, hf.qk_rope_head_dim, hf.v_head_dim)
+        assert dataclasses.astuple(cfg.latent) == ranks
     assert (cfg.norm_eps, cfg.context, cfg.tie_embeddings) == (hf.rms_norm_eps, hf.max_position_embeddings, hf.tie_word_embeddings)
     assert cfg.rope_theta == hf.rope_parameters["rope_theta"]
     modules = {key.split(".", 3)[-1] for key in oracles.torch_model(hf_dirs(name)).state_dict()}

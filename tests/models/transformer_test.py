@@ -27,6 +27,7 @@ from mint_jax.models.transformer import hidden_states, logits
 from mint_jax.rollout.engine import DenseEngine, Request
 from tests import oracles
 
+LATENT = [("deepseek_v3_dense", "names"), ("deepseek_v3_yarn_dense", "full"), ("moonlight_dense", "none")]
 LENGTHS = (150, 37, 1)  # beyond the original context of llama3 (32) and yarn (64), beyond two blocks of attention
 
 
@@ -147,7 +148,7 @@ def _assert_same_gradients(tree, theirs, cfg):
         np.testing.assert_allclose(ours[name], want, atol=1e-4 * np.abs(want).max(), err_msg=name)  # float32 sums over tokens
 
 
-@pytest.mark.parametrize(("name", "remat"), [("qwen3", remat) for remat in transformer.REMAT] + [("llama_bias", "none")])
+@pytest.mark.parametrize(("name", "remat"), [("qwen3", remat) for remat in transformer.REMAT] + [("llama_bias", "none"), *LATENT])
 def test_gradients_equal_torch_under_every_remat_policy(name, remat, hf_dirs, tiny_base, rng):
     base = tiny_base(name)
     tokens_BT = _padded(rng, base.cfg.vocab_size, lengths=(70, 70))
@@ -157,9 +158,10 @@ def test_gradients_equal_torch_under_every_remat_policy(name, remat, hf_dirs, ti
     _assert_same_gradients(grads, _grads_under_torch(hf_dirs(name), tokens_BT, g_BTV), base.cfg)
 
 
-def test_a_packed_row_equals_its_rows_apart(hf_dirs, tiny_base, rng):
+@pytest.mark.parametrize("name", ["qwen3", "deepseek_v3_dense"])
+def test_a_packed_row_equals_its_rows_apart(name, hf_dirs, tiny_base, rng):
     """A prompt, three rollouts that see it, an unrelated text, and padding, all in one row."""
-    base, V = tiny_base("qwen3"), tiny_base("qwen3").cfg.vocab_size
+    base, V = tiny_base(name), tiny_base(name).cfg.vocab_size
     P, rollouts, other, padding = 20, (15, 30, 1), 12, 6
     pieces = [rng.integers(V, size=n).astype(np.int32) for n in (P, *rollouts, other, padding)]
     own = np.repeat(np.arange(len(pieces)), [len(p) for p in pieces])[None].astype(np.int32)
@@ -175,9 +177,9 @@ def test_a_packed_row_equals_its_rows_apart(hf_dirs, tiny_base, rng):
         before = pieces[0] if parent[0, mine][0] != i else pieces[0][:0]
         rows.append(np.concatenate([before, pieces[i]]))
         cotangents.append(np.concatenate([np.zeros((len(before), V), np.float32), g_BTV[0, mine]]))
-        theirs = oracles.torch_logits(oracles.torch_model(hf_dirs("qwen3")), rows[-1][None])[0, len(before) :]
+        theirs = oracles.torch_logits(oracles.torch_model(hf_dirs(name)), rows[-1][None])[0, len(before) :]
         np.testing.assert_allclose(ours_TV[mine], theirs, atol=2e-4)  # float32 sums in another order
-    _assert_same_gradients(grads, _grads_under_torch(hf_dirs("qwen3"), rows, cotangents), base.cfg)
+    _assert_same_gradients(grads, _grads_under_torch(hf_dirs(name), rows, cotangents), base.cfg)
 
 
 def _cached_logits(params, tokens, positions, cache, lengths, cfg):
@@ -185,7 +187,7 @@ def _cached_logits(params, tokens, positions, cache, lengths, cfg):
     return logits(params, None, h), kv
 
 
-@pytest.mark.parametrize("name", ["llama_llama3", "qwen3"])
+@pytest.mark.parametrize("name", ["llama_llama3", "qwen3", "deepseek_v3_dense", "deepseek_v3_yarn_dense", "moonlight_dense"])
 def test_decoding_with_a_cache_equals_the_full_forward(name, hf_dirs, tiny_base, rng):
     """Two padded prompts, shared by two rows each; then three new tokens at once, then one with both parts of the cache."""
     base, run = tiny_base(name), jax.jit(_cached_logits, static_argnames="cfg")
@@ -199,7 +201,8 @@ def test_decoding_with_a_cache_equals_the_full_forward(name, hf_dirs, tiny_base,
     at = np.repeat(lengths, G)[:, None]
     part = jax.tree.map(lambda x: (x,), prompt_cache)
     chunk, own = run(base.params, new[:, :C], at + _arange((2 * G, C)), part, (lengths,), cfg=base.cfg)
-    both = jax.tree.map(lambda x, y: (x, jnp.pad(y, ((0, 0), (0, 0), (0, 5), (0, 0), (0, 0)))), prompt_cache, own)
+    room = lambda y: jnp.pad(y, [(0, 5 if axis == 2 else 0) for axis in range(y.ndim)])  # noqa: E731
+    both = jax.tree.map(lambda x, y: (x, room(y)), prompt_cache, own)
     last, _ = run(base.params, new[:, C:], at + C, both, (lengths, jnp.int32(C)), cfg=base.cfg)
     for i, want in enumerate(theirs):
         n = lengths[i // G]

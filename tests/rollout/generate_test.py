@@ -45,7 +45,7 @@ def prompts_QT(rng) -> np.ndarray:
     return rng.integers(0, 97, (len(LENGTHS), T)).astype(np.int32)  # what lies beyond a prompt's length is rubbish
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek_v3_dense"])
 def test_logprobs_of_rollouts_equal_a_torch_forward(rng, tiny_base, hf_dirs, prompts_QT, family):
     state = run(tiny_base(family), prompts_QT, settings(rng), limits())
     model = oracles.torch_model(hf_dirs(family), torch.float64)

@@ -1,0 +1,165 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): keys and values of all heads from one latent.
+
+A token's keys and values are ``W_kv_b c`` of a latent ``c`` of C dimensions, plus one rotary key that the heads share.
+Rows without a cache expand the latents and attend as any other model does. A cache holds only latents and rotary keys:
+there the key half of ``W_kv_b`` is absorbed into the query and the value half into the output (section 2.1.2),
+``q^T (W_k c) = (W_k^T q)^T c``. An adapter on ``kv_b`` is absorbed factor by factor, ``W_k + B_k A`` giving
+``W_k^T q + A^T (B_k^T q)``, so that no policy's merged weights ever exist.
+
+Axes: B rows, T tokens, S key positions, N heads, C latent, H dimensions of a head's key without position (in ``q_BTNH``
+whole: with the rotary ones), J rotary dimensions, V of a head's value, P blocks of rows with one adapter, R rank, Q rows
+of a cache part, W = B / Q rows that share one of them.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from mint_jax.lora.apply import Bound, over_blocks
+from mint_jax.models.attention import MASKED, Context, Partial, causal, merge, packed_attention, partial_softmax, valid
+from mint_jax.models.config import Latent, ModelConfig, yarn_mscale
+from mint_jax.models.linear import matrix, project
+from mint_jax.models.norm import rms_norm
+from mint_jax.models.rope import rotate_pairs
+from mint_jax.params import ParamSpec
+
+LATENT_EPS = 1e-6  # of the norms on latents, whatever the epsilon of the residual stream's
+
+
+def specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
+    """The attention parameters of ``L`` stacked layers; ``q`` takes the place of ``q_a``, ``q_b`` where queries have no latent."""
+    D, N, m = cfg.d_model, cfg.num_heads, _latent(cfg)
+    width = N * (m.nope + m.rope)
+    attn: dict[str, Any] = {"norm": ParamSpec((L, D), ("layers", "norm"), dtype, "ones")}
+    if m.q_latent:
+        attn["q_a"] = matrix(L, D, m.q_latent, ("embed", "latent"), dtype)
+        attn["q_a_norm"] = ParamSpec((L, m.q_latent), ("layers", "norm"), dtype, "ones")
+        attn["q_b"] = matrix(L, m.q_latent, width, ("latent", "q_heads"), dtype)
+    else:
+        attn["q"] = matrix(L, D, width, ("embed", "q_heads"), dtype)
+    return attn | {
+        "kv_a": matrix(L, D, m.kv_latent + m.rope, ("embed", "latent"), dtype),
+        "kv_a_norm": ParamSpec((L, m.kv_latent), ("layers", "norm"), dtype, "ones"),
+        "kv_b": matrix(L, m.kv_latent, N * (m.nope + m.value), ("latent", "q_heads"), dtype),
+        "o": matrix(L, N * m.value, D, ("q_heads", "embed"), dtype),
+    }
+
+
+def _latent(cfg: ModelConfig) -> Latent:
+    assert cfg.latent is not None
+    return cfg.latent
+
+
+def scale(cfg: ModelConfig) -> float:
+    """The factor on scores: ``(nope + rope)^-1/2``, times the square of YaRN's temperature where the config asks for it."""
+    m, scaling = _latent(cfg), cfg.rope_scaling
+    plain = (m.nope + m.rope) ** -0.5
+    if scaling is None or not scaling.mscale_all_dim:
+        return plain
+    return plain * yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2
+
+
+def latent_attention(h_BTD: jax.Array, p: Any, lora: Bound | None, past: Any, ctx: Context, cfg: ModelConfig) -> tuple[jax.Array, Any]:
+    """Attention of one layer.
+
+    Args:
+        h_BTD: the normalised residual stream.
+        past: ``{"latent": (part, ...), "rope": ...}``, parts ``[Q, S, C]`` and ``[Q, S, J]``; None without a cache.
+
+    Returns:
+        ``[B, T, D]``, and what a cache keeps of these tokens: ``latent [B, T, C]`` and ``rope [B, T, J]``.
+    """
+    B, T, _ = h_BTD.shape
+    m = _latent(cfg)
+    if m.q_latent:
+        q_latent = checkpoint_name(rms_norm(project(h_BTD, p, lora, "q_a"), p["q_a_norm"], LATENT_EPS), "latent")
+        q = project(q_latent, p, lora, "q_b")
+    else:
+        q = project(h_BTD, p, lora, "q")
+    q_BTNH, q_BTNJ = jnp.split(q.reshape(B, T, cfg.num_heads, m.nope + m.rope), [m.nope], axis=-1)
+    q_BTNJ = rotate_pairs(q_BTNJ, ctx.cos, ctx.sin)
+    kv_a = checkpoint_name(project(h_BTD, p, lora, "kv_a"), "latent")
+    latent_BTC = rms_norm(kv_a[..., : m.kv_latent], p["kv_a_norm"], LATENT_EPS)
+    rope_BTJ = rotate_pairs(kv_a[:, :, None, m.kv_latent :], ctx.cos, ctx.sin)[:, :, 0]
+    kept = {"latent": latent_BTC, "rope": rope_BTJ}
+    if past is None:
+        out_BTNV = _expanded(q_BTNH, q_BTNJ, latent_BTC, rope_BTJ, p, lora, ctx, cfg)
+    else:
+        out_BTNV = _absorbed(q_BTNH, q_BTNJ, kept, past, p, lora, ctx, cfg)
+    return project(out_BTNV.reshape(B, T, -1), p, lora, "o"), kept
+
+
+def _expanded(q_BTNH, q_BTNJ, latent_BTC, rope_BTJ, p, lora, ctx: Context, cfg: ModelConfig):
+    """Attention within packed rows, over every head's own keys and values."""
+    B, T, N, _ = q_BTNH.shape
+    m = _latent(cfg)
+    assert ctx.segments is not None
+    kv = project(latent_BTC, p, lora, "kv_b").reshape(B, T, N, m.nope + m.value)
+    k_BTNH, v_BTNV = jnp.split(kv, [m.nope], axis=-1)
+    shared_BTNJ = jnp.broadcast_to(rope_BTJ[:, :, None], (B, T, N, m.rope))
+    q, k = jnp.concatenate([q_BTNH, q_BTNJ], axis=-1), jnp.concatenate([k_BTNH, shared_BTNJ], axis=-1)
+    return packed_attention(q, k, v_BTNV, ctx.segments, scale(cfg))
+
+
+def _absorbed(q_BTNH, q_BTNJ, own, past, p, lora, ctx: Context, cfg: ModelConfig):
+    """Attention to cached latents and, causally, to the new tokens' own."""
+    B, T, N, _ = q_BTNH.shape
+    m = _latent(cfg)
+    assert ctx.lengths is not None
+    w_CNF = p["kv_b"]["w"].reshape(m.kv_latent, N, m.nope + m.value)
+    adapters = None if lora is None else lora.at("kv_b")
+    q_BTNC = _absorb_key(q_BTNH, w_CNF[..., : m.nope], adapters, m)
+    factor = scale(cfg)
+
+    def part(latent_QSC, rope_QSJ, allowed):
+        Q = latent_QSC.shape[0]
+        q_C, q_J = (q.reshape(Q, B // Q, T, N, -1) for q in (q_BTNC, q_BTNJ))
+        s = jnp.einsum("QWTNC,QSC->QWTNS", q_C, latent_QSC, preferred_element_type=jnp.float32)
+        s += jnp.einsum("QWTNJ,QSJ->QWTNS", q_J, rope_QSJ, preferred_element_type=jnp.float32)
+        stats = partial_softmax(
+            jnp.where(allowed, s * factor, MASKED),
+            lambda w: jnp.einsum("QWTNS,QSC->QWTNC", w.astype(latent_QSC.dtype), latent_QSC, preferred_element_type=jnp.float32),
+        )
+        return Partial(*(x.reshape(B, T, N, -1) for x in stats))
+
+    cached = zip(past["latent"], past["rope"], ctx.lengths)
+    parts = [part(latent, rope, valid(length, latent)[:, None, None, None]) for latent, rope, length in cached]
+    parts.append(part(own["latent"], own["rope"], causal(T)[None, None, :, None]))
+    return _absorb_value(merge(parts).astype(q_BTNH.dtype), w_CNF[..., m.nope :], adapters, m)
+
+
+def _absorb_key(q_BTNH, w_CNH, adapters: Bound | None, m: Latent):
+    """``W_k^T q`` and its adapters' share, ``[B, T, N, C]``: what a latent is multiplied by."""
+    B, T, N, _ = q_BTNH.shape
+    out = jnp.einsum("BTNH,CNH->BTNC", q_BTNH, w_CNH, preferred_element_type=jnp.float32).astype(q_BTNH.dtype)
+
+    def delta(factors, q_PWTNH):
+        b_PRNH = _heads(factors["b"], N)[..., : m.nope]
+        z = jnp.einsum("PWTNH,PRNH->PWTNR", q_PWTNH, b_PRNH, preferred_element_type=jnp.float32).astype(out.dtype)
+        return jnp.einsum("PWTNR,PRC->PWTNC", z, factors["a"], preferred_element_type=jnp.float32).astype(out.dtype)
+
+    return _add(out, None if adapters is None else over_blocks(delta, q_BTNH, adapters, N * m.kv_latent, out.dtype))
+
+
+def _absorb_value(o_BTNC, w_CNV, adapters: Bound | None, m: Latent):
+    """``W_v o`` and its adapters' share, ``[B, T, N, V]``: the values behind a weighted sum of latents."""
+    B, T, N, _ = o_BTNC.shape
+    out = jnp.einsum("BTNC,CNV->BTNV", o_BTNC, w_CNV, preferred_element_type=jnp.float32).astype(o_BTNC.dtype)
+
+    def delta(factors, o_PWTNC):
+        b_PRNV = _heads(factors["b"], N)[..., m.nope :]
+        z = jnp.einsum("PWTNC,PRC->PWTNR", o_PWTNC, factors["a"], preferred_element_type=jnp.float32).astype(out.dtype)
+        return jnp.einsum("PWTNR,PRNV->PWTNV", z, b_PRNV, preferred_element_type=jnp.float32).astype(out.dtype)
+
+    return _add(out, None if adapters is None else over_blocks(delta, o_BTNC, adapters, N * m.value, out.dtype))
+
+
+def _heads(b_PRF: jax.Array, N: int) -> jax.Array:
+    """The output factor of an adapter on ``kv_b``, ``[P, R, N, H + V]``."""
+    return b_PRF.reshape(*b_PRF.shape[:2], N, -1)
+
+
+def _add(out: jax.Array, delta: jax.Array | None) -> jax.Array:
+    return out if delta is None else out + delta.reshape(out.shape)
