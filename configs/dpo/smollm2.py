@@ -25,6 +25,7 @@ def get_config() -> ConfigDict:
     config.job = "dpo"
     config.base = "smollm2-135m-instruct"
     config.dtype = "float32"
+    config.quantise = ""  # "int8" or "float8": the matrices of the layers in 8 bits
     config.mesh = ConfigDict({"data": -1, "fsdp": 1, "expert": 1, "tensor": 1})
     config.seed = 0
     config.steps = 20

@@ -22,6 +22,7 @@ def get_config() -> ConfigDict:
     config.job = "sft"
     config.base = "tiny-random"
     config.dtype = "float32"
+    config.quantise = ""  # "int8" or "float8": the matrices of the layers in 8 bits
     config.mesh = ConfigDict({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1})
     config.seed = 0
     config.steps = 6

@@ -90,7 +90,7 @@ def open_base(config: Config) -> Base:
         progress = progress or Progress("loading base", total)
         progress.update(done, "bytes")
 
-    base = base_lib.load(config.base, devices, config.get("dtype", "float32"), report)
+    base = base_lib.load(config.base, devices, config.get("dtype", "float32"), report, config.get("quantise", ""))
     say(
         f"base {base.name}: {base.nbytes / 1e6:.0f} MB on {devices.size} device(s) in {time.monotonic() - began:.1f} s, "
         f"resident {host.rss_bytes() / 1e9:.2f} GB"

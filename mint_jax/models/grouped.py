@@ -27,7 +27,7 @@ def grouped_matmul(
 
     Args:
         x_MK: rows, those of group 0 first.
-        w_WKN: matrices; ``[W, N, K]`` when ``transposed``.
+        w_WKN: matrices, of the dtype of ``x`` or a smaller one; ``[W, N, K]`` when ``transposed``.
         sizes_G: int32 rows of each group, zero allowed; their sum is at most M.
         index_G: which matrix each group has; None: group g has matrix g.
         frozen: no gradient of ``w`` is formed.
@@ -69,7 +69,7 @@ def _inside(x_MN: jax.Array, sizes_G: jax.Array) -> jax.Array:
 
 
 def _ragged(x, w, sizes, index, transposed):
-    w = w if index is None else w[index]
+    w = (w if index is None else w[index]).astype(x.dtype)
     w = w.swapaxes(1, 2) if transposed else w
     return _inside(jax.lax.ragged_dot(x, w, sizes, preferred_element_type=jnp.float32).astype(x.dtype), sizes)
 
@@ -109,7 +109,7 @@ def _tiles(x, w, sizes, index, transposed):
 
     def body(i, y):
         rows = jax.lax.dynamic_slice_in_dim(x, first[i], tile)
-        mine = jax.lax.dynamic_index_in_dim(w, matrix[i], keepdims=False)
+        mine = jax.lax.dynamic_index_in_dim(w, matrix[i], keepdims=False).astype(x.dtype)
         out = jax.lax.dot_general(rows, mine, contract, preferred_element_type=jnp.float32)
         return jax.lax.dynamic_update_slice_in_dim(y, out.astype(y.dtype), first[i], 0)
 

@@ -6,6 +6,7 @@ of the model. Names of tensors live here and nowhere else; a new family is one t
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -22,7 +23,7 @@ from safetensors.numpy import save_file
 from mint_jax import params as params_lib
 from mint_jax import sharding as sharding_lib
 from mint_jax.errors import UserError
-from mint_jax.models import transformer
+from mint_jax.models import quantised, transformer
 from mint_jax.models.config import ModelConfig
 from mint_jax.params import ParamSpec
 
@@ -191,6 +192,14 @@ def _read(ckpt: Checkpoint, source: Source, index: tuple[slice, ...], dtype: Any
     return out.reshape(*picked.shape, *out.shape[1:])
 
 
+def _read_quantised(ckpt: Checkpoint, source: Source, kind: str, leaf: str, index: tuple[slice, ...]) -> np.ndarray:
+    """The part ``index`` of a quantised projection's ``w`` or ``scale``; a channel's scale needs all of the channel."""
+    *stack, rows, channels = index if leaf == "w" else (*index[:-1], slice(None), index[-1])
+    whole = _read(ckpt, source, (*stack, slice(None), channels), np.float32)
+    values, scale = quantised.quantise(whole, kind)
+    return values[..., rows, :] if leaf == "w" else scale
+
+
 def _check_shapes(ckpt: Checkpoint, specs: Any, cfg: ModelConfig) -> None:
     for path, spec in params_lib.leaves_with_path(specs):
         source = source_of(path, spec, cfg)
@@ -209,26 +218,36 @@ def load(
     mesh: Mesh,
     dtype: Any = jnp.float32,
     progress: Callable[[int, int], None] | None = None,
+    quantise: str = "",
 ) -> Any:
     """Reads a checkpoint straight into sharded device arrays.
 
     Args:
         dtype: dtype of the resident base.
+        quantise: a key of ``quantised.KINDS``: the layers' matrices in 8 bits.
         progress: called with (bytes done, bytes in all) after each leaf.
 
     Raises:
         UserError: a missing tensor or a wrong shape; found before anything is loaded.
     """
-    specs = transformer.abstract(cfg, dtype)
+    specs = transformer.abstract(cfg, dtype, quantise)
     ckpt = Checkpoint(directory)
-    _check_shapes(ckpt, specs, cfg)
+    stored = transformer.abstract(cfg, dtype)
+    _check_shapes(ckpt, stored, cfg)
+    plain = dict(params_lib.leaves_with_path(stored))
     total, done = params_lib.nbytes(specs), 0
 
     def leaf(path: str, spec: ParamSpec) -> jax.Array:
         nonlocal done
-        source = source_of(path, spec, cfg)
         target = sharding_lib.sharding_of(spec, mesh)
-        array = jax.make_array_from_callback(spec.shape, target, lambda index: _read(ckpt, source, index or (), spec.dtype))
+        if path in plain and plain[path].dtype == spec.dtype:
+            source = source_of(path, spec, cfg)
+            read = functools.partial(_read, ckpt, source, dtype=spec.dtype)
+        else:
+            owner, _, part = path.rpartition("/")
+            source = source_of(f"{owner}/w", plain[f"{owner}/w"], cfg)
+            read = functools.partial(_read_quantised, ckpt, source, quantise, part)
+        array = jax.make_array_from_callback(spec.shape, target, lambda index, read=read: read(index=index or ()))
         array.block_until_ready()  # one leaf's host copy at a time
         done += spec.nbytes
         if progress is not None:

@@ -3,9 +3,9 @@
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from mint_jax.lora.apply import Bound, batch_delta
+from mint_jax.models import quantised
 from mint_jax.params import ParamSpec
 
 
@@ -21,11 +21,11 @@ def project(x_BTD: jax.Array, params: dict[str, Any], lora: Bound | None, name: 
     """``x W + bias + delta``, ``[B, T, F]``.
 
     The base product runs once over all rows of all policies; ``params[name]`` is ``{"w": [D, F]}`` with an optional
-    ``"b": [F]``, and ``lora`` holds this layer's adapters.
+    ``"b": [F]``, or quantised, see ``quantised.py``, and ``lora`` holds this layer's adapters.
     """
     with jax.named_scope(name):
         leaf = params[name]
-        y = jnp.einsum("BTD,DF->BTF", x_BTD, leaf["w"], preferred_element_type=jnp.float32).astype(x_BTD.dtype)
+        y = quantised.matmul(x_BTD, leaf).astype(x_BTD.dtype)
         if "b" in leaf:
             y = y + leaf["b"].astype(y.dtype)[None, None]
         if lora is not None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from mint_jax.lora.apply import Bound, batch_delta, embedding_delta
-from mint_jax.models import mla, mlp, moe
+from mint_jax.models import mla, mlp, moe, quantised
 from mint_jax.models.attention import Context, Past, Segments, cached_attention, packed_attention
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.linear import matrix, project
@@ -31,8 +31,11 @@ REMAT = {  # what the backward pass keeps of each layer
 }
 
 
-def abstract(cfg: ModelConfig, dtype: Any = jnp.float32) -> Any:
-    """The ``ParamSpec`` tree of a base: ``{"embed", <layer kind>: {"attn", "mlp" or "moe"}, ..., "final_norm", "unembed"}``."""
+def abstract(cfg: ModelConfig, dtype: Any = jnp.float32, quantise: str = "") -> Any:
+    """The ``ParamSpec`` tree of a base: ``{"embed", <layer kind>: {"attn", "mlp" or "moe"}, ..., "final_norm", "unembed"}``.
+
+    ``quantise``: a key of ``quantised.KINDS`` for 8-bit matrices in the layers.
+    """
     D = cfg.d_model
     specs: dict[str, Any] = {"embed": {"w": ParamSpec((cfg.vocab_size, D), ("vocab", "embed"), dtype, fan_in=D)}}
     for kind, L in cfg.stacks.items():
@@ -43,7 +46,7 @@ def abstract(cfg: ModelConfig, dtype: Any = jnp.float32) -> Any:
     specs["final_norm"] = ParamSpec((D,), ("norm",), dtype, "ones")
     if not cfg.tie_embeddings:
         specs["unembed"] = {"w": ParamSpec((cfg.vocab_size, D), ("vocab", "embed"), dtype, fan_in=D)}
-    return specs
+    return quantised.specs(specs, quantise) if quantise else specs
 
 
 def attention_specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:

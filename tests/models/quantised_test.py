@@ -1,0 +1,78 @@
+"""An 8-bit base: the values it stores, the bytes it takes, and that it computes what its dequantised weights would."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mint_jax import params as params_lib
+from mint_jax.errors import UserError
+from mint_jax.mesh import make_mesh
+from mint_jax.models import base as base_lib
+from mint_jax.models import quantised, transformer
+from mint_jax.models.transformer import hidden_states, logits
+
+STEP = {"int8": 0.5 / 127, "float8": 1 / 16}  # of a channel's largest value; half a step of 8 bits, of a 3-bit mantissa
+
+
+def run(base, tokens_BT):
+    positions_BT = np.broadcast_to(np.arange(tokens_BT.shape[1], dtype=np.int32), tokens_BT.shape)
+    with jax.set_mesh(base.mesh):
+        f = jax.jit(lambda p, t: logits(p, None, hidden_states(p, None, t, positions_BT, base.cfg)[0]))
+        return np.asarray(f(base.params, tokens_BT))
+
+
+def dequantised(params):
+    """The same tree with every quantised matrix multiplied out."""
+    if not isinstance(params, dict):
+        return params
+    if "scale" in params and "w" in params:
+        return {"w": params["w"].astype(jnp.float32) * params["scale"][..., None, :]}
+    return {name: dequantised(child) for name, child in params.items()}
+
+
+@pytest.mark.parametrize("kind", quantised.KINDS)
+def test_values_are_nearest_and_channels_their_own(rng, kind):
+    w = (rng.normal(size=(3, 40, 7)) * rng.uniform(0.01, 10, (3, 1, 7))).astype(np.float32)
+    w[1, :, 2] = 0
+    q, scale = quantised.quantise(w, kind)
+    assert q.dtype == quantised.KINDS[kind][0]
+    assert scale.shape == (3, 7)
+    error = np.abs(q.astype(np.float32) * scale[:, None] - w)
+    assert (error <= STEP[kind] * np.abs(w).max(axis=1, keepdims=True) * 1.001).all()
+    assert (error[1, :, 2] == 0).all()
+
+
+@pytest.mark.parametrize("kind", quantised.KINDS)
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "deepseek_v3"])
+def test_computes_as_its_dequantised_weights(rng, hf_dirs, mesh, family, kind):
+    base = base_lib.load(str(hf_dirs(family)), mesh, quantise=kind)
+    tokens = rng.integers(3, 97, (2, 12)).astype(np.int32)
+    mine = run(base, tokens)
+    plain = base_lib.Base(base.name, base.directory, base.cfg, dequantised(base.params), mesh, None, base.fingerprint)
+    # float32: the scale multiplies the sum instead of every term
+    np.testing.assert_allclose(mine, run(plain, tokens), atol=1e-4 * np.abs(mine).max())
+    exact = run(base_lib.load(str(hf_dirs(family)), mesh), tokens)
+    assert np.abs(mine - exact).max() > 0, "nothing was quantised"
+
+
+def test_matrices_take_a_quarter_of_float32(hf_dirs, mesh):
+    whole, small = (base_lib.load(str(hf_dirs("qwen3_moe")), mesh, quantise=kind).params for kind in ("", "int8"))
+    sizes = {path: leaf.nbytes for path, leaf in params_lib.leaves_with_path(small)}
+    matrices = [path for path, leaf in params_lib.leaves_with_path(small) if leaf.dtype == jnp.int8]
+    assert any("experts" in path for path in matrices)
+    assert not any("router" in path for path in matrices)
+    before = dict(params_lib.leaves_with_path(whole))
+    assert all(4 * sizes[path] == before[path].nbytes for path in matrices)
+    assert params_lib.nbytes(transformer.abstract(base_lib.read_config(hf_dirs("qwen3_moe")), jnp.float32, "int8")) == sum(sizes.values())
+
+
+def test_shards_are_parts_of_the_whole(hf_dirs, mesh):
+    one = base_lib.load(str(hf_dirs("llama")), mesh, quantise="int8")
+    split = base_lib.load(str(hf_dirs("llama")), make_mesh({"data": 4, "fsdp": 2}), quantise="int8")
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), one.params, split.params)
+
+
+def test_an_unknown_kind_is_refused_before_anything_is_read(mesh):
+    with pytest.raises(UserError, match="int4"):
+        base_lib.load("/does/not/exist", mesh, quantise="int4")
