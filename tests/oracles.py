@@ -61,6 +61,8 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (transformers config 
     "qwen3_tied": ("Qwen3Config", {"tie_word_embeddings": True}),
     "deepseek_v3_dense": ("DeepseekV3Config", _LATENT),
     "deepseek_v3_yarn_dense": ("DeepseekV3Config", _LATENT | {"rope_parameters": _MSCALE}),
+    "deepseek_v32_dense": ("DeepseekV32Config", _LATENT | _INDEXER),
+    "glm_dense": ("GlmMoeDsaConfig", _LATENT | _INDEXER | {"indexer_types": ["full", "shared", "full"]}),
     "moonlight_dense": ("DeepseekV3Config", _LATENT | {"q_lora_rank": None}),
 }
 

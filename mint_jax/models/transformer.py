@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from mint_jax.lora.apply import Bound, batch_delta, embedding_delta
-from mint_jax.models import mla, mlp
+from mint_jax.models import dsa, mla, mlp
 from mint_jax.models.attention import Context, Past, Segments, cached_attention, packed_attention
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.linear import matrix, project
@@ -25,7 +25,7 @@ from mint_jax.sharding import constrain
 REMAT = {  # what the backward pass keeps of each layer
     "none": None,
     "names": jax.checkpoint_policies.save_only_these_names(
-        "residual", "latent", "query", "key", "value", "attended", "logsumexp", "mlp_gate", "mlp_up"
+        "residual", "latent", "chosen", "query", "key", "value", "attended", "logsumexp", "mlp_gate", "mlp_up"
     ),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
@@ -36,7 +36,8 @@ def abstract(cfg: ModelConfig, dtype: Any = jnp.float32) -> Any:
     D = cfg.d_model
     specs: dict[str, Any] = {"embed": {"w": ParamSpec((cfg.vocab_size, D), ("vocab", "embed"), dtype, fan_in=D)}}
     for kind, L in cfg.stacks.items():
-        layer = {"attn": attention_specs(cfg, L, dtype) if cfg.latent is None else mla.specs(cfg, L, dtype)}
+        attn = attention_specs(cfg, L, dtype) if cfg.latent is None else mla.specs(cfg, L, dtype) | dsa.specs(cfg, kind, dtype)
+        layer = {"attn": attn}
         specs[kind] = layer | {"mlp": mlp.specs(L, D, cfg.d_ff, dtype, cfg.mlp_bias)}
     specs["final_norm"] = ParamSpec((D,), ("norm",), dtype, "ones")
     if not cfg.tie_embeddings:
@@ -91,7 +92,7 @@ def hidden_states(
 
     Returns:
         ``[B, T, D]`` and, if asked for, ``{"dense": {"k": [L, B, T, K, H], "v": ...}}``; under latent attention
-        ``{"dense": {"latent": [L, B, T, C], "rope": [L, B, T, J]}}``.
+        ``{"dense": {"latent": [L, B, T, C], "rope": [L, B, T, J]}}``, with ``index`` where keys are chosen.
     """
     if segments is None and cache is None:
         zeros = jnp.zeros_like(tokens_BT)
@@ -99,30 +100,39 @@ def hidden_states(
     ctx = Context(*rope_tables(positions_BT, cfg), segments, lengths)
     with jax.named_scope("embed"):
         x = embed(params, lora, tokens_BT)
+    B, T = tokens_BT.shape
+    chosen = dsa.undecided(B, T, () if cache is None else next(iter(cache.values())).get("index", ()), cfg)
     kept = {}
     for kind in cfg.stacks:
+        scanned, indexers = dsa.detach(params[kind])
 
-        def layer(x, layer_inputs):
-            p, a, past = layer_inputs
-            return _layer(x, p, a, past, ctx, cfg, keep_kv)
+        def layer(carry, layer_inputs, indexers=indexers):
+            x, chosen = carry
+            p, a, past, turn = layer_inputs
+            indexer = None if turn is None else dsa.Layer(indexers, turn)
+            return _layer(x, chosen, p, a, past, indexer, ctx, cfg, keep_kv)
 
         if REMAT[remat] is not None:
             layer = jax.checkpoint(layer, policy=REMAT[remat], prevent_cse=False)
-        x, kept[kind] = jax.lax.scan(layer, x, (params[kind], _below(lora, kind), None if cache is None else cache[kind]))
+        xs = scanned, _below(lora, kind), None if cache is None else cache[kind], dsa.turns(cfg, kind)
+        (x, chosen), kept[kind] = jax.lax.scan(layer, (x, chosen), xs)
     with jax.named_scope("final_norm"):
         x = rms_norm(x, params["final_norm"], cfg.norm_eps)
     return x, (kept if keep_kv else None)
 
 
-def _layer(x, p, lora, past, ctx: Context, cfg: ModelConfig, keep_kv: bool):
+def _layer(x, chosen, p, lora, past, indexer, ctx: Context, cfg: ModelConfig, keep_kv: bool):
     x = constrain(checkpoint_name(x, "residual"), "batch", "tokens", "act_embed")
     with jax.named_scope("attn"):
-        attend = _attention if cfg.latent is None else mla.latent_attention
-        out, kv = attend(rms_norm(x, p["attn"]["norm"], cfg.norm_eps), p["attn"], _below(lora, "attn"), past, ctx, cfg)
+        inputs = rms_norm(x, p["attn"]["norm"], cfg.norm_eps), p["attn"], _below(lora, "attn"), past, ctx, cfg
+        if cfg.latent is None:
+            out, kv = _attention(*inputs)
+        else:
+            out, kv, chosen = mla.latent_attention(*inputs, indexer, chosen)
         x = constrain(checkpoint_name(x + out, "residual"), "batch", "tokens", "act_embed")
     with jax.named_scope("mlp"):
         x = x + mlp.mlp(rms_norm(x, p["mlp"]["norm"], cfg.norm_eps), p["mlp"], _below(lora, "mlp"))
-    return x, (kv if keep_kv else None)
+    return (x, chosen), (kv if keep_kv else None)
 
 
 def _below(lora: Bound | None, name: str) -> Bound | None:
