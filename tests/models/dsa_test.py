@@ -40,10 +40,11 @@ def _scores_under_torch(model, tokens_BT, monkeypatch):
     return logits, seen
 
 
-def _clear_tokens(rng, model, monkeypatch, shape=(B, T)):
-    """Tokens, logits and scores; the last key chosen is well above the first that is not."""
+def _clear_tokens(rng, model, monkeypatch, shape=(B, T), prefix=()):
+    """Tokens, all rows with the same first ones, logits and scores; the last key chosen is well above the next."""
     for _ in range(50):
         tokens_BT = rng.integers(3, 97, size=shape).astype(np.int32)
+        tokens_BT[:, : len(prefix)] = prefix
         logits, scores = _scores_under_torch(model, tokens_BT, monkeypatch)
         best = torch.stack(scores).sort(-1, descending=True).values[:, :, TOPK:]
         if (best[..., TOPK - 1] - best[..., TOPK]).min() > 1e-4:  # errors are of size 1e-6
@@ -126,38 +127,30 @@ def test_a_packed_row_equals_its_rows_apart(family, rng, tiny_base, hf_dirs, mon
     """A prompt, two rollouts that see it, and an unrelated text."""
     base, model = tiny_base(family), oracles.torch_model(hf_dirs(family))
     P, n, other = 11, 9, 20
-    rows, want, _ = zip(*(_clear_tokens(rng, model, monkeypatch, (1, size)) for size in (P + n, other)))
-    for _ in range(50):  # another rollout of the first one's prompt
-        second = np.concatenate([rows[0][0, :P], rng.integers(3, 97, size=n).astype(np.int32)])[None]
-        expected, scores = _scores_under_torch(model, second, monkeypatch)
-        best = torch.stack(scores).sort(-1, descending=True).values[:, :, TOPK:]
-        if (best[..., TOPK - 1] - best[..., TOPK]).min() > 1e-4:
-            break
-    tokens = np.concatenate([rows[0][0], second[0, P:], rows[1][0]])[None]
-    sizes = (P, n, n, other)
-    own = np.repeat(np.arange(4), sizes)[None].astype(np.int32)
+    rollouts, want, _ = _clear_tokens(rng, model, monkeypatch, (2, P + n), prefix=rng.integers(97, size=P))
+    text, alone, _ = _clear_tokens(rng, model, monkeypatch, (1, other))
+    tokens = np.concatenate([rollouts[0], rollouts[1, P:], text[0]])[None]
+    own = np.repeat(np.arange(4), (P, n, n, other))[None].astype(np.int32)
     positions = np.concatenate([np.arange(P), P + np.arange(n), P + np.arange(n), np.arange(other)])[None].astype(np.int32)
     ours, _ = _run(base.params, None, tokens, positions, Segments(own, np.where(own < 3, 0, own)), cfg=base.cfg)
-    theirs = np.concatenate([want[0][0], expected[0, P:], want[1][0]])
-    np.testing.assert_allclose(ours[0], theirs, atol=2e-4)  # float32 sums in another order
+    np.testing.assert_allclose(ours[0], np.concatenate([want[0], want[1, P:], alone[0]]), atol=2e-4)  # float32, other orders
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_decoding_with_a_cache_equals_the_full_forward(family, rng, tiny_base, hf_dirs, monkeypatch):
-    """Prompts of two lengths; then four new tokens at once, then one with both parts of the cache."""
-    base, new = tiny_base(family), 5
-    tokens_BT, theirs, _ = _clear_tokens(rng, oracles.torch_model(hf_dirs(family)), monkeypatch)
-    lengths = np.array([T - new, T - new - 6], np.int32)
-    later = np.stack([row[n : n + new] for row, n in zip(tokens_BT, lengths)])
-    _, prompt = _run(base.params, None, tokens_BT[:, : T - new], _arange(tokens_BT[:, : T - new]), cfg=base.cfg)
+    """Two padded prompts, two rollouts each; four new tokens at once, then one with both parts of the cache."""
+    base, model = tiny_base(family), oracles.torch_model(hf_dirs(family))
+    lengths, G, new = np.array([19, 13], np.int32), 2, 5
+    prompts_QS = rng.integers(3, 97, size=(2, 19)).astype(np.int32)
+    drawn = [_clear_tokens(rng, model, monkeypatch, (G, n + new), prompt[:n]) for prompt, n in zip(prompts_QS, lengths)]
+    new_BT, theirs = (np.concatenate([rows[i][:, -new:] for rows in drawn]) for i in (0, 1))
+    at = np.repeat(lengths, G)[:, None]
+    _, prompt = _run(base.params, None, prompts_QS, _arange(prompts_QS), cfg=base.cfg)
     part = jax.tree.map(lambda x: (x,), prompt)
-    four, own = _run(base.params, None, later[:, :4], _arange(later[:, :4], lengths[:, None]), None, part, (lengths,), cfg=base.cfg)
+    four, own = _run(base.params, None, new_BT[:, :4], _arange(new_BT[:, :4], at), None, part, (lengths,), cfg=base.cfg)
     both = jax.tree.map(lambda x, y: (x, jnp.pad(y, ((0, 0), (0, 0), (0, 3), (0, 0)))), prompt, own)
-    given = None, both, (lengths, jnp.int32(4))
-    last, _ = _run(base.params, None, later[:, 4:], lengths[:, None] + 4, *given, cfg=base.cfg)
-    for row, n in enumerate(lengths):
-        got = np.concatenate([four[row], last[row]])
-        np.testing.assert_allclose(got, theirs[row, n : n + new], atol=2e-4)  # float32 sums in another order
+    last, _ = _run(base.params, None, new_BT[:, 4:], at + 4, None, both, (lengths, jnp.int32(4)), cfg=base.cfg)
+    np.testing.assert_allclose(np.concatenate([four, last], axis=1), theirs, atol=2e-4)  # float32 sums in another order
 
 
 @pytest.mark.parametrize(("family", "remat"), [("deepseek_v32_dense", "none"), ("glm_dense", "names"), ("glm_dense", "full")])
