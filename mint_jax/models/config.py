@@ -228,9 +228,7 @@ def _qwen3(hf: dict[str, Any]) -> ModelConfig:
 
 def _qwen3_moe(hf: dict[str, Any]) -> ModelConfig:
     if hf.get("mlp_only_layers") or hf.get("decoder_sparse_step", 1) != 1:
-        raise UserError(
-            "Qwen3-MoE with mlp_only_layers or decoder_sparse_step != 1 is not supported: every layer needs experts"
-        )
+        raise UserError("Qwen3-MoE with mlp_only_layers or decoder_sparse_step != 1 is not supported: every layer needs experts")
     bias = bool(hf.get("attention_bias", False))
     experts = Experts(
         count=_number(int, hf, "num_experts"),
@@ -295,9 +293,7 @@ def _with_indexer(cfg: ModelConfig, hf: dict[str, Any], interleaved: bool, full:
     if not cfg.latent or not cfg.latent.q_latent:
         raise UserError("q_lora_rank is null: the indexer reads the query's latent, which this checkpoint does not have")
     if len(full) != cfg.num_layers or not full[0]:
-        raise UserError(
-            f"indexer_types has {len(full)} entries for {cfg.num_layers} layers, of which the first must be 'full'"
-        )
+        raise UserError(f"indexer_types has {len(full)} entries for {cfg.num_layers} layers, of which the first must be 'full'")
     width = _number(int, hf, "index_head_dim")
     return cfg.replace(indexer=Indexer(_number(int, hf, "index_n_heads"), width, _number(int, hf, "index_topk"), interleaved, full))
 
