@@ -83,6 +83,10 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (transformers config 
     "deepseek_v3_yarn_dense": ("DeepseekV3Config", _LATENT | {"rope_parameters": _MSCALE}),
     "deepseek_v3": ("DeepseekV3Config", _LATENT | _EXPERTS | {"rope_parameters": _MSCALE}),
     "moonlight": ("DeepseekV3Config", _LATENT | _EXPERTS | {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "n_shared_experts": 2}),
+    "deepseek_v32_dense": ("DeepseekV32Config", _LATENT | _INDEXER),
+    "glm_dense": ("GlmMoeDsaConfig", _LATENT | _INDEXER | {"indexer_types": ["full", "shared", "full"]}),
+    "deepseek_v32": ("DeepseekV32Config", _LATENT | _EXPERTS | _INDEXER),
+    "glm": ("GlmMoeDsaConfig", _LATENT | _EXPERTS | _INDEXER | {"indexer_types": ["full", "shared", "full"]}),
     "moonlight_dense": ("DeepseekV3Config", _LATENT | {"q_lora_rank": None}),
 }
 

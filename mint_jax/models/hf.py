@@ -9,6 +9,8 @@ import dataclasses
 import functools
 import hashlib
 import json
+import logging
+import re
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,8 @@ from mint_jax.errors import UserError
 from mint_jax.models import quantised, transformer
 from mint_jax.models.config import ModelConfig
 from mint_jax.params import ParamSpec
+
+_log = logging.getLogger(__name__)
 
 _DENSE = {  # path below one layer -> name below model.layers.{i}
     "attn/norm": "input_layernorm.weight",
@@ -200,6 +204,12 @@ def _read_quantised(ckpt: Checkpoint, source: Source, kind: str, leaf: str, inde
     return values[..., rows, :] if leaf == "w" else scale
 
 
+def _beyond(ckpt: Checkpoint, cfg: ModelConfig) -> int:
+    """How many tensors belong to layers that the model does not run."""
+    found = (re.match(r"model\.layers\.(\d+)\.", name) for name in ckpt.files)
+    return sum(match is not None and int(match[1]) >= cfg.num_layers for match in found)
+
+
 def _check_shapes(ckpt: Checkpoint, specs: Any, cfg: ModelConfig) -> None:
     for path, spec in params_lib.leaves_with_path(specs):
         source = source_of(path, spec, cfg)
@@ -235,6 +245,8 @@ def load(
     stored = transformer.abstract(cfg, dtype)
     _check_shapes(ckpt, stored, cfg)
     plain = dict(params_lib.leaves_with_path(stored))
+    if beyond := _beyond(ckpt, cfg):
+        _log.warning("%s: %d tensors of layers after the last (multi-token prediction) are not read", directory, beyond)
     total, done = params_lib.nbytes(specs), 0
 
     def leaf(path: str, spec: ParamSpec) -> jax.Array:

@@ -4,7 +4,7 @@ A token's keys and values are ``W_kv_b c`` of a latent ``c`` of C dimensions, pl
 Rows without a cache expand the latents and attend as any other model does. A cache holds only latents and rotary keys:
 there the key half of ``W_kv_b`` is absorbed into the query and the value half into the output (section 2.1.2),
 ``q^T (W_k c) = (W_k^T q)^T c``. An adapter on ``kv_b`` is absorbed factor by factor, ``W_k + B_k A`` giving
-``W_k^T q + A^T (B_k^T q)``, so that no policy's merged weights ever exist.
+``W_k^T q + A^T (B_k^T q)``, so that no policy's merged weights ever exist. ``dsa.py`` may narrow the keys of either form.
 
 Axes: B rows, T tokens, S key positions, N heads, C latent, H dimensions of a head's key without position (in ``q_BTNH``
 whole: with the rotary ones), J rotary dimensions, V of a head's value, P blocks of rows with one adapter, R rank, Q rows
@@ -18,7 +18,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from mint_jax.lora.apply import Bound, over_blocks
-from mint_jax.models.attention import MASKED, Context, Partial, causal, merge, packed_attention, partial_softmax, valid
+from mint_jax.models import dsa
+from mint_jax.models.attention import MASKED, Context, Partial, causal, merge, packed_attention, partial_softmax, unpack_keys, valid
 from mint_jax.models.config import Latent, ModelConfig, yarn_mscale
 from mint_jax.models.linear import matrix, project
 from mint_jax.models.norm import rms_norm
@@ -61,18 +62,31 @@ def scale(cfg: ModelConfig) -> float:
     return plain * yarn_mscale(scaling.factor, scaling.mscale_all_dim) ** 2
 
 
-def latent_attention(h_BTD: jax.Array, p: Any, lora: Bound | None, past: Any, ctx: Context, cfg: ModelConfig) -> tuple[jax.Array, Any]:
+def latent_attention(
+    h_BTD: jax.Array,
+    p: Any,
+    lora: Bound | None,
+    past: Any,
+    ctx: Context,
+    cfg: ModelConfig,
+    indexer: dsa.Layer | None = None,
+    chosen: dsa.Chosen = None,
+) -> tuple[jax.Array, Any, dsa.Chosen]:
     """Attention of one layer.
 
     Args:
         h_BTD: the normalised residual stream.
         past: ``{"latent": (part, ...), "rope": ...}``, parts ``[Q, S, C]`` and ``[Q, S, J]``; None without a cache.
+        indexer: the stack's indexers, where ``cfg`` has them.
+        chosen: the keys that the layer before chose, see ``dsa.undecided``.
 
     Returns:
-        ``[B, T, D]``, and what a cache keeps of these tokens: ``latent [B, T, C]`` and ``rope [B, T, J]``.
+        ``[B, T, D]``; what a cache keeps of these tokens, ``latent [B, T, C]``, ``rope [B, T, J]`` and where there are
+        indexers ``index``; and the keys chosen here.
     """
     B, T, _ = h_BTD.shape
     m = _latent(cfg)
+    q_latent = None
     if m.q_latent:
         q_latent = checkpoint_name(rms_norm(project(h_BTD, p, lora, "q_a"), p["q_a_norm"], LATENT_EPS), "latent")
         q = project(q_latent, p, lora, "q_b")
@@ -84,14 +98,17 @@ def latent_attention(h_BTD: jax.Array, p: Any, lora: Bound | None, past: Any, ct
     latent_BTC = rms_norm(kv_a[..., : m.kv_latent], p["kv_a_norm"], LATENT_EPS)
     rope_BTJ = rotate_pairs(kv_a[:, :, None, m.kv_latent :], ctx.cos, ctx.sin)[:, :, 0]
     kept = {"latent": latent_BTC, "rope": rope_BTJ}
+    if indexer is not None:
+        assert q_latent is not None
+        chosen, kept["index"] = dsa.select(h_BTD, q_latent, indexer, past, ctx, cfg, chosen)
     if past is None:
-        out_BTNV = _expanded(q_BTNH, q_BTNJ, latent_BTC, rope_BTJ, p, lora, ctx, cfg)
+        out_BTNV = _expanded(q_BTNH, q_BTNJ, latent_BTC, rope_BTJ, p, lora, ctx, cfg, chosen)
     else:
-        out_BTNV = _absorbed(q_BTNH, q_BTNJ, kept, past, p, lora, ctx, cfg)
-    return project(out_BTNV.reshape(B, T, -1), p, lora, "o"), kept
+        out_BTNV = _absorbed(q_BTNH, q_BTNJ, kept, past, p, lora, ctx, cfg, chosen)
+    return project(out_BTNV.reshape(B, T, -1), p, lora, "o"), kept, chosen
 
 
-def _expanded(q_BTNH, q_BTNJ, latent_BTC, rope_BTJ, p, lora, ctx: Context, cfg: ModelConfig):
+def _expanded(q_BTNH, q_BTNJ, latent_BTC, rope_BTJ, p, lora, ctx: Context, cfg: ModelConfig, chosen: dsa.Chosen):
     """Attention within packed rows, over every head's own keys and values."""
     B, T, N, _ = q_BTNH.shape
     m = _latent(cfg)
@@ -100,10 +117,10 @@ def _expanded(q_BTNH, q_BTNJ, latent_BTC, rope_BTJ, p, lora, ctx: Context, cfg: 
     k_BTNH, v_BTNV = jnp.split(kv, [m.nope], axis=-1)
     shared_BTNJ = jnp.broadcast_to(rope_BTJ[:, :, None], (B, T, N, m.rope))
     q, k = jnp.concatenate([q_BTNH, q_BTNJ], axis=-1), jnp.concatenate([k_BTNH, shared_BTNJ], axis=-1)
-    return packed_attention(q, k, v_BTNV, ctx.segments, scale(cfg))
+    return packed_attention(q, k, v_BTNV, ctx.segments, scale(cfg), None if chosen is None else chosen[0])
 
 
-def _absorbed(q_BTNH, q_BTNJ, own, past, p, lora, ctx: Context, cfg: ModelConfig):
+def _absorbed(q_BTNH, q_BTNJ, own, past, p, lora, ctx: Context, cfg: ModelConfig, chosen: dsa.Chosen):
     """Attention to cached latents and, causally, to the new tokens' own."""
     B, T, N, _ = q_BTNH.shape
     m = _latent(cfg)
@@ -113,8 +130,10 @@ def _absorbed(q_BTNH, q_BTNJ, own, past, p, lora, ctx: Context, cfg: ModelConfig
     q_BTNC = _absorb_key(q_BTNH, w_CNF[..., : m.nope], adapters, m)
     factor = scale(cfg)
 
-    def part(latent_QSC, rope_QSJ, allowed):
-        Q = latent_QSC.shape[0]
+    def part(latent_QSC, rope_QSJ, allowed, bits):
+        Q, S = latent_QSC.shape[:2]
+        if bits is not None:
+            allowed = allowed & unpack_keys(bits, S).reshape(Q, B // Q, T, 1, S)
         q_C, q_J = (q.reshape(Q, B // Q, T, N, -1) for q in (q_BTNC, q_BTNJ))
         s = jnp.einsum("QWTNC,QSC->QWTNS", q_C, latent_QSC, preferred_element_type=jnp.float32)
         s += jnp.einsum("QWTNJ,QSJ->QWTNS", q_J, rope_QSJ, preferred_element_type=jnp.float32)
@@ -124,9 +143,10 @@ def _absorbed(q_BTNH, q_BTNJ, own, past, p, lora, ctx: Context, cfg: ModelConfig
         )
         return Partial(*(x.reshape(B, T, N, -1) for x in stats))
 
-    cached = zip(past["latent"], past["rope"], ctx.lengths)
-    parts = [part(latent, rope, valid(length, latent)[:, None, None, None]) for latent, rope, length in cached]
-    parts.append(part(own["latent"], own["rope"], causal(T)[None, None, :, None]))
+    latents, ropes = (*past["latent"], own["latent"]), (*past["rope"], own["rope"])
+    allowed = [valid(length, latent)[:, None, None, None] for length, latent in zip(ctx.lengths, latents)]
+    allowed.append(causal(T)[None, None, :, None])
+    parts = list(map(part, latents, ropes, allowed, (None,) * len(allowed) if chosen is None else chosen))
     return _absorb_value(merge(parts).astype(q_BTNH.dtype), w_CNF[..., m.nope :], adapters, m)
 
 

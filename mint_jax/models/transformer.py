@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from mint_jax.lora.apply import Bound, batch_delta, embedding_delta
-from mint_jax.models import mla, mlp, moe, quantised
+from mint_jax.models import dsa, mla, mlp, moe, quantised
 from mint_jax.models.attention import Context, Past, Segments, cached_attention, packed_attention
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.linear import matrix, project
@@ -25,7 +25,7 @@ from mint_jax.sharding import constrain
 REMAT = {  # what the backward pass keeps of each layer
     "none": None,
     "names": jax.checkpoint_policies.save_only_these_names(
-        "residual", "latent", "query", "key", "value", "attended", "logsumexp", "mlp_gate", "mlp_up", "expert_gate", "expert_up"
+        "residual", "latent", "chosen", "query", "key", "value", "attended", "logsumexp", "mlp_gate", "mlp_up", "expert_gate", "expert_up"
     ),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
@@ -39,10 +39,10 @@ def abstract(cfg: ModelConfig, dtype: Any = jnp.float32, quantise: str = "") -> 
     D = cfg.d_model
     specs: dict[str, Any] = {"embed": {"w": ParamSpec((cfg.vocab_size, D), ("vocab", "embed"), dtype, fan_in=D)}}
     for kind, L in cfg.stacks.items():
-        layer = {"attn": attention_specs(cfg, L, dtype) if cfg.latent is None else mla.specs(cfg, L, dtype)}
-        specs[kind] = layer | (
-            {"moe": moe.specs(cfg, L, dtype)} if kind == "moe" else {"mlp": mlp.specs(L, D, cfg.d_ff, dtype, cfg.mlp_bias)}
-        )
+        attn = attention_specs(cfg, L, dtype) if cfg.latent is None else mla.specs(cfg, L, dtype) | dsa.specs(cfg, kind, dtype)
+        sparse = kind == "moe"
+        ffw = {"moe": moe.specs(cfg, L, dtype)} if sparse else {"mlp": mlp.specs(L, D, cfg.d_ff, dtype, cfg.mlp_bias)}
+        specs[kind] = {"attn": attn} | ffw
     specs["final_norm"] = ParamSpec((D,), ("norm",), dtype, "ones")
     if not cfg.tie_embeddings:
         specs["unembed"] = {"w": ParamSpec((cfg.vocab_size, D), ("vocab", "embed"), dtype, fan_in=D)}
@@ -100,8 +100,8 @@ def hidden_states(
 
     Returns:
         ``[B, T, D]``, and per layer kind what was asked for: ``{"dense": {"k": [L, B, T, K, H], "v": ...}}``, under latent
-        attention ``{"latent": [L, B, T, C], "rope": [L, B, T, J]}``, and for MoE layers ``"routes"``, int32 ``[L, B, T, X]``,
-        and ``"missed"``, see ``router.Route``.
+        attention ``{"latent": [L, B, T, C], "rope": [L, B, T, J]}``, with ``index`` where keys are chosen; and for MoE
+        layers ``"routes"``, int32 ``[L, B, T, X]``, and ``"missed"``, see ``router.Route``.
     """
     if segments is None and cache is None:
         zeros = jnp.zeros_like(tokens_BT)
@@ -109,35 +109,45 @@ def hidden_states(
     ctx = Context(*rope_tables(positions_BT, cfg), segments, lengths)
     with jax.named_scope("embed"):
         x = embed(params, lora, tokens_BT)
+    B, T = tokens_BT.shape
+    chosen = dsa.undecided(B, T, () if cache is None else next(iter(cache.values())).get("index", ()), cfg)
     kept = {}
     for kind in cfg.stacks:
+        scanned, indexers = dsa.detach(params[kind])
 
-        def layer(x, layer_inputs):
-            p, a, past, routes = layer_inputs
-            x, kv, route = _layer(x, p, a, past, routes, ctx, cfg)
-            return x, (kv if keep_kv else {}) | ({"routes": route.ids, "missed": route.missed} if keep_routes and route else {})
+        def layer(carry, layer_inputs, indexers=indexers):
+            x, chosen = carry
+            p, a, past, turn, routes = layer_inputs
+            indexer = None if turn is None else dsa.Layer(indexers, turn)
+            carry, kv, route = _layer(x, chosen, p, a, past, indexer, routes, ctx, cfg)
+            return carry, (kv if keep_kv else {}) | ({"routes": route.ids, "missed": route.missed} if keep_routes and route else {})
 
         if REMAT[remat] is not None:
             layer = jax.checkpoint(layer, policy=REMAT[remat], prevent_cse=False)
         past = None if cache is None else cache[kind]
-        x, kept[kind] = jax.lax.scan(layer, x, (params[kind], _below(lora, kind), past, replay if kind == "moe" else None))
+        xs = scanned, _below(lora, kind), past, dsa.turns(cfg, kind), replay if kind == "moe" else None
+        (x, chosen), kept[kind] = jax.lax.scan(layer, (x, chosen), xs)
     with jax.named_scope("final_norm"):
         x = rms_norm(x, params["final_norm"], cfg.norm_eps)
     return x, kept
 
 
-def _layer(x, p, lora, past, replay, ctx: Context, cfg: ModelConfig):
+def _layer(x, chosen, p, lora, past, indexer, replay, ctx: Context, cfg: ModelConfig):
     x = constrain(checkpoint_name(x, "residual"), "batch", "tokens", "act_embed")
     with jax.named_scope("attn"):
-        attend = _attention if cfg.latent is None else mla.latent_attention
-        out, kv = attend(rms_norm(x, p["attn"]["norm"], cfg.norm_eps), p["attn"], _below(lora, "attn"), past, ctx, cfg)
+        inputs = rms_norm(x, p["attn"]["norm"], cfg.norm_eps), p["attn"], _below(lora, "attn"), past, ctx, cfg
+        if cfg.latent is None:
+            out, kv = _attention(*inputs)
+        else:
+            out, kv, chosen = mla.latent_attention(*inputs, indexer, chosen)
         x = constrain(checkpoint_name(x + out, "residual"), "batch", "tokens", "act_embed")
     if "moe" in p:
         with jax.named_scope("moe"):
             out, route = moe.moe(rms_norm(x, p["moe"]["norm"], cfg.norm_eps), p["moe"], _below(lora, "moe"), cfg, replay)
-            return x + out, kv, route
+            return (x + out, chosen), kv, route
     with jax.named_scope("mlp"):
-        return x + mlp.mlp(rms_norm(x, p["mlp"]["norm"], cfg.norm_eps), p["mlp"], _below(lora, "mlp")), kv, None
+        out = mlp.mlp(rms_norm(x, p["mlp"]["norm"], cfg.norm_eps), p["mlp"], _below(lora, "mlp"))
+        return (x + out, chosen), kv, None
 
 
 def _below(lora: Bound | None, name: str) -> Bound | None:

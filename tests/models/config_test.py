@@ -39,6 +39,10 @@ def test_fields_equal_those_transformers_reads(name, hf_dirs):
     if cfg.latent is not None:
         ranks = (hf.q_lora_rank or 0, hf.kv_lora_rank, hf.qk_nope_head_dim, hf.qk_rope_head_dim, hf.v_head_dim)
         assert dataclasses.astuple(cfg.latent) == ranks
+    if cfg.indexer is not None:
+        types = getattr(hf, "indexer_types", ["full"] * 3)
+        assert dataclasses.astuple(cfg.indexer)[:3] == (hf.index_n_heads, hf.index_head_dim, hf.index_topk)
+        assert cfg.indexer.full == tuple(kind == "full" for kind in types)
     assert (cfg.norm_eps, cfg.context, cfg.tie_embeddings) == (hf.rms_norm_eps, hf.max_position_embeddings, hf.tie_word_embeddings)
     assert cfg.rope_theta == hf.rope_parameters["rope_theta"]
     modules = {key.split(".", 3)[-1] for key in oracles.torch_model(hf_dirs(name)).state_dict()}

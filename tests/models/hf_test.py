@@ -53,7 +53,7 @@ def even_dir(tmp_path_factory):
         return oracles.save_tiny("even", directory)
 
 
-@pytest.mark.parametrize("name", ["llama_bias", "llama_tied", "qwen3"])
+@pytest.mark.parametrize("name", ["llama_bias", "llama_tied", "qwen3", "moonlight_dense", "glm_dense"])
 def test_every_tensor_is_read_once_and_exactly(name, hf_dirs, mesh):
     params = _load(hf_dirs(name), mesh)
     theirs = safetensors.torch.load_file(hf_dirs(name) / "model.safetensors")
@@ -61,8 +61,8 @@ def test_every_tensor_is_read_once_and_exactly(name, hf_dirs, mesh):
     assert set(ours) == set(theirs)
     for key, value in theirs.items():
         np.testing.assert_array_equal(ours[key], value.numpy(), err_msg=key)
-    layer = params["dense"]["attn"]["q"]["w"][1]  # our own orientation is [in, out]
-    np.testing.assert_array_equal(layer, theirs["model.layers.1.self_attn.q_proj.weight"].numpy().T)
+    layer = params["dense"]["attn"]["o"]["w"][1]  # our own orientation is [in, out]
+    np.testing.assert_array_equal(layer, theirs["model.layers.1.self_attn.o_proj.weight"].numpy().T)
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])

@@ -51,7 +51,7 @@ def _rows(model, tokens_BT, lengths=LENGTHS):
     return [oracles.torch_logits(model, row[None, :n])[0] for row, n in zip(tokens_BT, lengths)]
 
 
-@pytest.mark.parametrize("name", oracles.TINY)
+@pytest.mark.parametrize("name", [name for name, (_, changes) in oracles.TINY.items() if "index_topk" not in changes])
 def test_logits_equal_transformers(name, hf_dirs, tiny_base, rng):
     base = tiny_base(name)
     tokens_BT = _padded(rng, base.cfg.vocab_size)
@@ -105,7 +105,7 @@ def test_smollm2_answers_as_under_transformers(smollm2, torch_smollm2):
         np.testing.assert_allclose(completion.logprobs, want, atol=2e-4)  # as the logits
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "deepseek_v3_dense"])
 def test_bfloat16_is_as_near_to_float32_as_transformers_is(name, hf_dirs, mesh, rng):
     base = base_lib.load(str(hf_dirs(name)), mesh, "bfloat16")
     assert base.dtype == jnp.bfloat16

@@ -1,0 +1,219 @@
+"""The lightning indexer of DeepSeek sparse attention: which keys a query of latent attention may see at all.
+
+DeepSeek-V3.2 (arXiv 2512.02556, section 2.1): ``score_ts = sum_i w_ti relu(q_ti . k_s)``, with queries from the latent of
+the attention's queries, one key a token, and weights from the residual stream; the ``topk`` best of the keys that a token
+could see are chosen. In GLM-5 not every layer has an indexer: a layer without one reuses the choice of the last that
+has, through stacks of either kind, so the choice travels with the residual stream. It is kept as a bit a pair, one array
+for packed rows, one per part where there is a cache; None as long as ``topk`` keys are all there are.
+
+Nothing here has a gradient. The parameters are bare arrays, not projections with a ``w``: no adapter can target them.
+Where several keys score as the last one chosen does, all of them are chosen, whatever part of a cache they are in.
+
+Axes: B rows, T query tokens, S key positions, D model width, C the query's latent, I heads, H their width, Q rows of a
+cache part, W = B / Q rows that share one of them.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from mint_jax.models.attention import Context, Segments, causal, pack_keys, seen, slice_count, split, unsplit, valid
+from mint_jax.models.config import Indexer, ModelConfig
+from mint_jax.models.rope import rotate, rotate_pairs
+from mint_jax.params import ParamSpec
+
+KEY_NORM_EPS = 1e-6
+Chosen = tuple[jax.Array, ...] | None  # bits [B, T, ceil(S / 8)] of each part, the row's own tokens last
+
+
+class Turn(NamedTuple):
+    """Where one layer stands among its stack's indexers; before the scan, with a leading layer axis.
+
+    Attributes:
+        nth: int32, the position of its indexer.
+        full: bool, whether it has one; None where all layers of the stack do.
+    """
+
+    nth: Any
+    full: Any
+
+
+class Layer(NamedTuple):
+    """The indexers of a stack of layers, ``[L_full, ...]``, and one layer's turn; ``stack`` is None where no layer has one."""
+
+    stack: Any
+    turn: Turn
+
+
+def specs(cfg: ModelConfig, kind: str, dtype: Any) -> dict[str, Any]:
+    """``{"indexer": ...}`` for the layers of one kind that have an indexer; ``{}`` where none has."""
+    if cfg.indexer is None:
+        return {}
+    assert cfg.latent is not None
+    ix, L = cfg.indexer, sum(_full(cfg, kind))
+    norm = {
+        "scale": ParamSpec((L, ix.width), ("layers", "norm"), dtype, "ones"),
+        "bias": ParamSpec((L, ix.width), ("layers", "norm"), dtype, "zeros"),
+    }
+    leaves = {
+        "q": ParamSpec((L, cfg.latent.q_latent, ix.heads * ix.width), ("layers", "latent", "q_heads"), dtype),
+        "k": ParamSpec((L, cfg.d_model, ix.width), ("layers", "embed", None), dtype),
+        "k_norm": norm,
+        "weights": ParamSpec((L, cfg.d_model, ix.heads), ("layers", "embed", None), dtype),
+    }
+    return {"indexer": leaves} if L else {}
+
+
+def _full(cfg: ModelConfig, kind: str) -> list[bool]:
+    assert cfg.indexer is not None
+    return [cfg.indexer.full[layer] for layer in cfg.layers_of(kind)]
+
+
+def detach(layers: Any) -> tuple[Any, Any]:
+    """The parameters of a stack without its indexers, which are fewer than its layers, and those."""
+    attn = dict(layers["attn"])
+    stack = attn.pop("indexer", None)
+    return layers | {"attn": attn}, stack
+
+
+def turns(cfg: ModelConfig, kind: str) -> Turn | None:
+    """What the layers of one kind do, to be scanned with their parameters; None for a model without indexers."""
+    if cfg.indexer is None:
+        return None
+    full = np.array(_full(cfg, kind))
+    nth = np.maximum(np.cumsum(full) - 1, 0).astype(np.int32)
+    return Turn(nth, None if full.all() else full)
+
+
+def undecided(B: int, T: int, past: Any, cfg: ModelConfig) -> Chosen:
+    """What the first layer is given: the shape of a choice, or None where there is nothing to choose.
+
+    Args:
+        past: the cached ``index`` keys of any stack, parts ``[L, Q, S, H]``; ``()`` without a cache.
+    """
+    sizes = [*(part.shape[2] for part in past), T]
+    if cfg.indexer is None or sum(sizes) <= cfg.indexer.topk:
+        return None
+    return tuple(jnp.zeros((B, T, -(-S // 8)), jnp.uint8) for S in sizes)
+
+
+def select(
+    h_BTD: jax.Array, q_latent_BTC: jax.Array, layer: Layer, past: Any, ctx: Context, cfg: ModelConfig, chosen: Chosen
+) -> tuple[Chosen, jax.Array]:
+    """This layer's choice, and the keys ``[B, T, H]`` that a cache keeps for later ones.
+
+    Args:
+        past: parts of the cache as in ``latent_attention``, with ``index [Q, S, H]``; None without a cache.
+        chosen: the choice of the layer before, see ``undecided``.
+    """
+    assert cfg.indexer is not None
+    ix = cfg.indexer
+    h_BTD, q_latent_BTC, stack = jax.lax.stop_gradient((h_BTD, q_latent_BTC, layer.stack))
+
+    def decide() -> tuple[Chosen, jax.Array]:
+        p = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, layer.turn.nth, keepdims=False), stack)
+        k_BTH = _keys(h_BTD, p, ctx, ix, cfg)
+        if chosen is None:
+            return None, k_BTH
+        q_BTIH, w_BTI = _queries(h_BTD, q_latent_BTC, p, ctx, ix, cfg)
+        if past is None:
+            assert ctx.segments is not None
+            return (_choose_packed(q_BTIH, w_BTI, k_BTH, ctx.segments, ix.topk),), k_BTH
+        assert ctx.lengths is not None
+        return _choose_cached(q_BTIH, w_BTI, [*past["index"], k_BTH], ctx.lengths, ix.topk), k_BTH
+
+    def reuse() -> tuple[Chosen, jax.Array]:
+        return chosen, jnp.zeros((*h_BTD.shape[:2], ix.width), h_BTD.dtype)
+
+    with jax.named_scope("indexer"):
+        if stack is None:
+            return reuse()
+        chosen, k_BTH = decide() if layer.turn.full is None else jax.lax.cond(layer.turn.full, decide, reuse)
+    return jax.tree.map(lambda bits: checkpoint_name(bits, "chosen"), chosen), k_BTH
+
+
+def _keys(h_BTD, p, ctx: Context, ix: Indexer, cfg: ModelConfig) -> jax.Array:
+    k = jnp.einsum("BTD,DH->BTH", h_BTD, p["k"], preferred_element_type=jnp.float32).astype(h_BTD.dtype)
+    k = _layer_norm(k, p["k_norm"])
+    return _with_position(k[:, :, None], ctx, ix, cfg)[:, :, 0]
+
+
+def _queries(h_BTD, q_latent_BTC, p, ctx: Context, ix: Indexer, cfg: ModelConfig) -> tuple[jax.Array, jax.Array]:
+    """Queries ``[B, T, I, H]`` and float32 weights ``[B, T, I]`` with every constant factor in them."""
+    B, T, _ = h_BTD.shape
+    q = jnp.einsum("BTC,CF->BTF", q_latent_BTC, p["q"], preferred_element_type=jnp.float32).astype(h_BTD.dtype)
+    w = jnp.einsum("BTD,DI->BTI", h_BTD, p["weights"], preferred_element_type=jnp.float32).astype(h_BTD.dtype)
+    q_BTIH = _with_position(q.reshape(B, T, ix.heads, ix.width), ctx, ix, cfg)
+    return q_BTIH, w.astype(jnp.float32) * (ix.heads * ix.width) ** -0.5
+
+
+def _layer_norm(x_BTH: jax.Array, p: Any) -> jax.Array:
+    """LayerNorm (Ba et al. 2016, arXiv 1607.06450) in float32."""
+    x = x_BTH.astype(jnp.float32)
+    centred = x - jnp.mean(x, axis=-1, keepdims=True)
+    inv = jax.lax.rsqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + KEY_NORM_EPS)
+    scale, bias = (p[name].astype(jnp.float32)[None, None] for name in ("scale", "bias"))
+    return (centred * inv * scale + bias).astype(x_BTH.dtype)
+
+
+def _with_position(x_BTIH: jax.Array, ctx: Context, ix: Indexer, cfg: ModelConfig) -> jax.Array:
+    """Rotates the first ``rope_dim`` dimensions of each head."""
+    turned, rest = jnp.split(x_BTIH, [cfg.rope_dim], axis=-1)
+    turn = rotate_pairs if ix.interleaved else rotate
+    return jnp.concatenate([turn(turned, ctx.cos, ctx.sin), rest], axis=-1)
+
+
+def _scores(q_QWTIH: jax.Array, w_QWTI: jax.Array, k_QSH: jax.Array) -> jax.Array:
+    """``sum_i w_i relu(q_i . k)``, ``[Q, W, T, S]`` float32; as many heads at once as ``SCORE_BYTES`` allows."""
+    (*rows, heads), S = w_QWTI.shape, k_QSH.shape[1]
+    n = slice_count(heads, 4 * w_QWTI.size * S)
+
+    def group(q, w):
+        s = jax.nn.relu(jnp.einsum("QWTIH,QSH->QWTIS", q, k_QSH, preferred_element_type=jnp.float32))
+        return jnp.einsum("QWTIS,QWTI->QWTS", s, w, preferred_element_type=jnp.float32)
+
+    if n == 1:
+        return group(q_QWTIH, w_QWTI)
+    groups = split(q_QWTIH, n, 3), split(w_QWTI, n, 3)
+    return jax.lax.scan(lambda sums, qw: (sums + group(*qw), None), jnp.zeros((*rows, S), jnp.float32), groups)[0]
+
+
+def _best(parts: list[jax.Array], topk: int) -> tuple[jax.Array, ...]:
+    """The bits of the ``topk`` largest over all parts ``[B, T, S]``: those not below the last of them.
+
+    A query with fewer keys than ``topk`` gets them all, and some that it may not see: attention has its own mask.
+    """
+    tops = [jax.lax.top_k(s, min(topk, s.shape[-1]))[0] for s in parts]
+    last = jax.lax.top_k(jnp.concatenate(tops, axis=-1), topk)[0][..., -1:]
+    return tuple(pack_keys(s >= last) for s in parts)
+
+
+def _choose_packed(q_BTIH, w_BTI, k_BSH, segments: Segments, topk: int) -> jax.Array:
+    """The choice of packed rows, in slices of queries so that never are all scores there at once."""
+    T = q_BTIH.shape[1]
+    n = slice_count(T, 4 * w_BTI.size * T)
+
+    def one(slices):
+        q, w, own, parent, start = slices
+        s = _scores(q[:, None], w[:, None], k_BSH)[:, 0]
+        return _best([jnp.where(seen(own, parent, segments.own, start), s, -jnp.inf)], topk)[0]
+
+    if n == 1:
+        return one((q_BTIH, w_BTI, *segments, 0))
+    slices = *(split(x, n, 1) for x in (q_BTIH, w_BTI, *segments)), jnp.arange(n) * (T // n)
+    return unsplit(jax.lax.map(one, slices), 1)
+
+
+def _choose_cached(q_BTIH, w_BTI, keys: list[jax.Array], lengths: tuple[jax.Array, ...], topk: int) -> Chosen:
+    """The choice over the parts of a cache and, last, the new tokens' own keys."""
+    B, T = w_BTI.shape[:2]
+    allowed = [*(valid(length, k)[:, None, None] for length, k in zip(lengths, keys)), causal(T)[None, None]]
+    parts = []
+    for k_QSH, ok in zip(keys, allowed, strict=True):
+        Q = k_QSH.shape[0]
+        q, w = (x.reshape(Q, B // Q, *x.shape[1:]) for x in (q_BTIH, w_BTI))
+        parts.append(jnp.where(ok, _scores(q, w, k_QSH), -jnp.inf).reshape(B, T, -1))
+    return _best(parts, topk)
