@@ -66,6 +66,7 @@ class Target:
         chips: how many.
         devices: compile-only devices.
         hbm, flops, hbm_rate, link_rate: of one device, in the units of ``Chip``.
+        options: of the compiler, where it must not ask a device.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Target:
     flops: float
     hbm_rate: float
     link_rate: float
+    options: dict[str, str]
 
 
 def names(kind: str) -> list[str]:
@@ -99,9 +101,11 @@ def target(name: str) -> Target:
         raise choice("topology", name, [*known, "smallest"])
     kind = known[name]
     chip, chips = CHIPS[kind], math.prod(map(int, re.findall(r"\d+", name.removeprefix(kind))))
-    devices = tuple(_cuda_devices(name, kind, chips) if kind.startswith("cuda:") else _tpu_devices(name))
+    cuda = kind.startswith("cuda:")
+    devices = tuple(_cuda_devices(name, kind, chips) if cuda else _tpu_devices(name))
     share = chips / len(devices)
-    return Target(name, chips, devices, int(chip.hbm * share), chip.flops * share, chip.hbm_rate * share, chip.link_rate * share)
+    rates = (int(chip.hbm * share), chip.flops * share, chip.hbm_rate * share, chip.link_rate * share)
+    return Target(name, chips, devices, *rates, options={"xla_gpu_autotune_level": "0"} if cuda else {})
 
 
 def _tpu_devices(name: str) -> Any:

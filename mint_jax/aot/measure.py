@@ -4,9 +4,12 @@ The times are estimates and lower bounds: datasheet peaks, all links busy, compu
 and of memory traffic only the arguments, read once, and the new outputs, written once.
 """
 
+import contextlib
 import dataclasses
+import math
 import re
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,7 +18,7 @@ from jax.sharding import Mesh
 from mint_jax.aot import hlo
 from mint_jax.aot.chips import Target
 from mint_jax.aot.flops import traced_flops
-from mint_jax.aot.programs import Program
+from mint_jax.aot.programs import Program, device_bytes
 
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -113,11 +116,22 @@ def measure(program: Program, mesh: Mesh, target: Target) -> Measured:
     traced = program.trace(mesh)
     flops_traced = traced_flops(traced.jaxpr.jaxpr, mesh.size) / mesh.size
     try:
-        compiled = traced.lower().compile()
+        with _not_cached():
+            compiled = traced.lower().compile(target.options)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        return Measured(program.name, target.hbm, total=_asked_for(str(error), target.hbm), refused=_first_sentence(str(error)))
+        arguments, temporaries = device_bytes(program.args), _temporaries(str(error), target.hbm)
+        words = " ".join(str(error).split())[:300]
+        return Measured(
+            program.name,
+            target.hbm,
+            arguments,
+            temporaries,
+            total=arguments + temporaries,
+            compile_s=time.monotonic() - began,
+            refused=words,
+        )
     seconds, text = time.monotonic() - began, compiled.as_text()
     m, cost = compiled.memory_analysis(), hlo.Module(text).cost()
     arguments, temporaries = m.argument_size_in_bytes, m.temp_size_in_bytes
@@ -146,11 +160,19 @@ def measure(program: Program, mesh: Mesh, target: Target) -> Measured:
     )
 
 
-def _asked_for(message: str, hbm: int) -> int:
-    """Bytes that the compiler says it would need; where it does not say, one more than there are."""
-    found = re.search(r"Used ([\d.]+)([KMGT])\w* of", message) or re.search(r"\(([\d.]+)([KMGT])\) exceeds", message)
-    return int(float(found[1]) * _UNITS[found[2]]) if found else hbm + 1
+@contextlib.contextmanager
+def _not_cached() -> Iterator[None]:
+    """Keeps programs out of the compilation cache: those for devices that are not attached cannot be read back."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, math.inf)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
-def _first_sentence(message: str) -> str:
-    return " ".join(message.split())[:300]
+def _temporaries(message: str, hbm: int) -> int:
+    """Bytes of temporaries that the compiler found no room for; where it does not say, as many as the memory has."""
+    found = re.search(r"([\d.]+)([KMGT])\w*\)? (?:exceeds|of) ", message)
+    return int(float(found[1]) * _UNITS[found[2]]) if found else hbm

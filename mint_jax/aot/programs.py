@@ -107,7 +107,7 @@ class Plan:
     @property
     def base_bytes(self) -> int:
         """Bytes of the base on each device."""
-        return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(self.params))
+        return device_bytes(self.params)
 
     def programs(self, train: TrainShape, rollout: RolloutShape) -> Iterator[Program]:
         """The four programs of reinforcement learning."""
@@ -140,8 +140,8 @@ class Plan:
         slots = {self.adapter.bucket: jax.ShapeDtypeStruct((shape.adapters,), jnp.int32)}
         lora = self._place(jax.eval_shape(functools.partial(lora_tree.bind_slots, dtype=self.dtype), stacks, slots))
         per_row = (jnp.float32, jnp.int32, jnp.float32, jnp.float32, jnp.uint32)
-        sampling = SamplingParams(*(self._rows((rows,), dtype) for dtype in per_row))
-        limits = generate.Limits(self._rows((rows,), jnp.int32), self._rows((rows, 1), jnp.int32))
+        sampling = SamplingParams(*(self._rows((rows,), dtype) for dtype in per_row))  # type: ignore[arg-type]
+        limits = generate.Limits(self._rows((rows,), jnp.int32), self._rows((rows, 1), jnp.int32))  # type: ignore[arg-type]
         prompts = self._rows((shape.prompts, shape.prompt_tokens), jnp.int32)
         lengths = self._rows((shape.prompts,), jnp.int32)
         fill = functools.partial(generate.prefill, cfg=self.cfg, rollouts=shape.rollouts, new_tokens=shape.new_tokens)
@@ -167,13 +167,15 @@ class Plan:
         P, B = shape.policies, shape.rows
         policy_major = P % self._row_ways() == 0
 
-        def rows(width: int, dtype: Any) -> jax.ShapeDtypeStruct:
+        def rows(width: int, dtype: Any = jnp.int32) -> Any:
             axes = ("batch", None, None) if policy_major else (None, "batch" if B % self._row_ways() == 0 else None, None)
             return self._split((P, B, width), axes, dtype)
 
-        tokens, targets = functools.partial(rows, shape.tokens), functools.partial(rows, shape.targets)
-        loss = Targets(*(targets(jnp.float32) for _ in range(4)), targets(jnp.int32), self._whole((P, 0), jnp.float32))
-        return Batch(*(tokens(jnp.int32) for _ in range(4)), targets(jnp.int32), targets(jnp.int32), loss)
+        weights, advantages, old_logp, ref_logp = (rows(shape.targets, jnp.float32) for _ in range(4))
+        pairs: Any = self._whole((P, 0), jnp.float32)
+        loss = Targets(weights, advantages, old_logp, ref_logp, rows(shape.targets), pairs)
+        tokens, positions, own, parent = (rows(shape.tokens) for _ in range(4))
+        return Batch(tokens, positions, own, parent, rows(shape.targets), rows(shape.targets), loss)
 
     def _row_ways(self) -> int:
         axes = sharding.partition(("batch",), self.mesh)[0]
@@ -219,6 +221,11 @@ class Plan:
             )
 
         return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def device_bytes(tree: Tree) -> int:
+    """Bytes of abstract arrays on each device."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def factor_shardings(specs: Tree, adapter: AdapterConfig, mesh: Mesh) -> dict[str, NamedSharding]:

@@ -29,19 +29,19 @@ def rows(measured: Sequence[Measured], margin: float) -> list[tuple[str, ...]]:
         return (name, *(value(m) if always or not m.refused else "-" for m in measured))
 
     def sent(kind: str) -> Callable[[Measured], str]:
-        return lambda m: f"{int(m.counts[kind])}: {_number(m.sent[kind] / 1e9)}" if kind in m.counts else "0"
+        return lambda m: f"{int(m.counts[kind])}: {_number(m.sent[kind] / 1e9)} GB" if kind in m.counts else "0"
 
     used = [kind for kind in COLLECTIVES if any(kind in m.counts for m in measured)]
     return [
         line("fits", lambda m: "yes" if m.fits(margin) else "does not fit", always=True),
         line("needs, of HBM, GiB", lambda m: f"{_number(m.total / GIB)} / {m.hbm / GIB:.1f}", always=True),
         line("free HBM, %", lambda m: _number(100 * m.free), always=True),
-        line("arguments, GiB", lambda m: _number(m.arguments / GIB)),
-        line("temporaries, GiB", lambda m: _number(m.temporaries / GIB)),
+        line("arguments, GiB", lambda m: _number(m.arguments / GIB), always=True),
+        line("temporaries, GiB", lambda m: _number(m.temporaries / GIB), always=True),
         line("outputs - aliased, GiB", lambda m: f"{_number(m.outputs / GIB)} - {_number(m.aliased / GIB)}"),
         line("TFLOP", lambda m: _number(m.flops / 1e12)),
         line("HBM traffic, at least, GB", lambda m: _number(m.hbm_bytes / 1e9)),
-        *(line(f"{kind}, count: GB sent", sent(kind)) for kind in used),
+        *(line(kind, sent(kind)) for kind in used),
         line("compute, ms", lambda m: _number(1e3 * m.compute_s)),
         line("memory, ms", lambda m: _number(1e3 * m.memory_s)),
         line("links, ms", lambda m: _number(1e3 * m.links_s)),
@@ -69,9 +69,8 @@ def picture(title: str, measured: Sequence[Measured], path: Path) -> None:
         "arguments": [m.arguments for m in measured],
         "temporaries": [m.temporaries for m in measured],
         "new outputs": [m.outputs - m.aliased for m in measured],
-        "refused by the compiler": [m.total if m.refused else 0 for m in measured],
     }
-    for (name, values), color in zip(parts.items(), ("C0", "C1", "C2", "C3")):
+    for (name, values), color in zip(parts.items(), ("C0", "C1", "C2")):
         if any(values):
             left.bar(at, [v / GIB for v in values], bottom=base, label=name, color=color)
             base = [b + v / GIB for b, v in zip(base, values)]
