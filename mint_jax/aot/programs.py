@@ -244,4 +244,5 @@ def factor_shardings(specs: Tree, adapter: AdapterConfig, mesh: Mesh) -> dict[st
 
 
 def _shardings(tree: Tree) -> Tree:
-    return jax.tree.map(lambda x: x.format if isinstance(x.sharding, Format) else x.sharding, tree)
+    """Output shardings like these arguments', with their layouts where they have one."""
+    return jax.tree.map(lambda x: x.sharding if x.format.layout is None else x.format, tree)
