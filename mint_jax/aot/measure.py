@@ -36,6 +36,7 @@ class Measured:
         flops_traced: the traced function's, divided by the devices: less than ``flops`` where devices repeat work.
         hbm_bytes: arguments and new outputs.
         counts, sent: collectives by kind: how many, and bytes sent.
+        kernels: calls of kernels written by hand, whose FLOPs the compiled text does not tell.
         unknown_loops: loops whose length depends on data, counted once: ``decode`` has one, whose body is a step.
         compute_s, memory_s, links_s: each at the datasheet's rate.
         tokens: of all devices.
@@ -56,6 +57,7 @@ class Measured:
     hbm_bytes: float = 0.0
     counts: dict[str, float] = dataclasses.field(default_factory=dict)
     sent: dict[str, float] = dataclasses.field(default_factory=dict)
+    kernels: int = 0
     unknown_loops: int = 0
     compute_s: float = 0.0
     memory_s: float = 0.0
@@ -97,6 +99,7 @@ class Measured:
             "flops_traced": self.flops_traced,
             "hbm_bytes": self.hbm_bytes,
             "collectives": {kind: {"count": int(n), "bytes": int(self.sent[kind])} for kind, n in sorted(self.counts.items())},
+            "kernels": self.kernels,
             "loops_counted_once": self.unknown_loops,
             "estimate": {
                 "compute_s": self.compute_s,
@@ -150,6 +153,7 @@ def measure(program: Program, mesh: Mesh, target: Target) -> Measured:
         hbm_bytes=hbm_bytes,
         counts=cost.counts,
         sent=cost.bytes,
+        kernels=int(cost.kernels),
         unknown_loops=cost.unknown_loops,
         compute_s=flops / target.flops,
         memory_s=hbm_bytes / target.hbm_rate,

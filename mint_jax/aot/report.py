@@ -82,8 +82,9 @@ def picture(title: str, measured: Sequence[Measured], path: Path) -> None:
     for k, (name, values) in enumerate(terms.items()):
         right.bar([x + 0.27 * (k - 1) for x in at], [1e3 * v for v in values], 0.27, label=name)
     right.set_xticks(at, labels)
-    if any(any(values) for values in terms.values()):
+    if longest := max(max(values) for values in terms.values()):
         right.set_yscale("log")
+        right.set_ylim(1e3 * longest / 1e5, 2e3 * longest)
     right.set_ylabel("ms a call at datasheet peaks (estimate)")
     right.legend(fontsize=8)
     figure.suptitle(title, fontsize=10)
