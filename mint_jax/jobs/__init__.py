@@ -10,4 +10,5 @@ JOBS = {
     "sample": "mint_jax.jobs.sample",
     "score": "mint_jax.jobs.score",
     "bench": "mint_jax.jobs.bench",
+    "scale_up": "mint_jax.jobs.scale_up",
 }

@@ -13,10 +13,11 @@ from ml_collections import config_flags
 
 from mint_jax import mesh
 from mint_jax import params as params_lib
+from mint_jax.aot.programs import Plan
 from mint_jax.data.buckets import ShapeBook
 from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.envs import env as env_lib
-from mint_jax.jobs import JOBS, bench, common, dpo, grpo, sft, supervised
+from mint_jax.jobs import JOBS, bench, common, dpo, grpo, scale_up, sft, supervised
 from mint_jax.lora import tree as lora_tree
 from mint_jax.models import base as base_lib
 from mint_jax.models import config as config_lib
@@ -83,7 +84,8 @@ def test_config_loads_locked(name):
     assert config.is_locked
     assert config.job in JOBS
     assert config.dtype in base_lib.DTYPES
-    mesh.make_mesh(dict(config.mesh), jax.devices()[:1])
+    if config.job != "scale_up":  # whose mesh is that of a pod
+        mesh.make_mesh(dict(config.mesh), jax.devices()[:1])
     first = load(name, f"--config.base={config.base}x")
     assert first.base == config.base + "x"
     with pytest.raises((AttributeError, KeyError, flags.Error), match="baze"):
@@ -134,7 +136,12 @@ def test_other_configs_build():
             environment = env_lib.make(**config.env)
             assert len(environment.held_out) >= config.examples
             common.build(grpo.Sampling, config.sampling, "sampling").request(prompt=(1,))
+        elif config.job == "scale_up" and config.model.architectures[0] in config_lib.FAMILIES:
+            question = scale_up.Question(config)
+            devices = mesh.make_mesh(dict.fromkeys(config.mesh, 1), jax.devices()[:1])
+            plan = Plan(question.cfg, devices, question.dtype, question.adapter)
+            assert len(list(plan.programs(question.train, question.rollout))) == 4
         elif config.job == "sample":
             Request((1,), **config.sampling)
         else:
-            assert config.job in TRAINING | {"score", "export", "import"}, f"{name}: say here what its config builds into"
+            assert config.job in TRAINING | {"score", "export", "import", "scale_up"}, f"{name}: say here what its config builds into"

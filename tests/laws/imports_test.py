@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 LEVELS = [
     {"launch"},
     {"jobs"},
-    {"bench", "service"},
+    {"bench", "aot", "service"},
     {"train", "rollout", "catalog", "envs"},
     {"models"},
     {"lora"},

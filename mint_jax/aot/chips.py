@@ -1,0 +1,141 @@
+"""Accelerators on paper: what a chip can do by its datasheet, and the devices of a named pod that is not attached.
+
+A target is named as its maker names the slice: ``v5p:4x4x8`` is 128 TPU v5p chips in a torus, ``cuda:h200x8`` one server
+of eight GPUs. The devices of a target compile programs and do nothing else: no array can be put on them. All rates are
+datasheet peaks, which no program reaches; estimates that use them are lower bounds.
+"""
+
+import dataclasses
+import importlib.util
+import math
+import os
+import re
+from typing import Any
+
+from mint_jax.errors import UserError, choice
+
+GIB = 1 << 30
+
+_QUIET = {  # what libtpu reads as it loads: no machine metadata, no log files, no lock against a second process
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5p-8",
+    "TPU_LOG_DIR": "disabled",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """Datasheet peaks of one chip.
+
+    Attributes:
+        hbm: bytes; the runtime keeps a few percent of them.
+        flops: dense bfloat16 operations a second.
+        hbm_rate: bytes a second.
+        link_rate: bytes a second that leave the chip over all its links together, half the bidirectional figure.
+        slices: the pods that can be had, smallest first.
+    """
+
+    hbm: int
+    flops: float
+    hbm_rate: float
+    link_rate: float
+    slices: tuple[str, ...]
+
+
+_FLAT = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_CUBES = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16")
+CHIPS = {
+    "v4": Chip(32 * GIB, 275e12, 1228e9, 300e9, _CUBES),
+    "v5e": Chip(16 * GIB, 197e12, 819e9, 200e9, _FLAT),
+    "v5p": Chip(95 * GIB, 459e12, 2765e9, 600e9, _CUBES),
+    "v6e": Chip(32 * GIB, 918e12, 1638e9, 400e9, _FLAT),
+    "tpu7x": Chip(192 * GIB, 2307e12, 7380e9, 600e9, _CUBES[:-1]),
+    "cuda:h100": Chip(80_000_000_000, 989e12, 3350e9, 450e9, ("1", "2", "4", "8")),
+    "cuda:h200": Chip(141_000_000_000, 989e12, 4800e9, 450e9, ("1", "2", "4", "8")),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """A pod: its devices, and the peaks of one device (a chip may show as one device or as two).
+
+    Attributes:
+        name: as the user gave it.
+        chips: how many.
+        devices: compile-only devices.
+        hbm, flops, hbm_rate, link_rate: of one device, in the units of ``Chip``.
+        options: of the compiler, where it must not ask a device.
+    """
+
+    name: str
+    chips: int
+    devices: tuple[Any, ...]
+    hbm: int
+    flops: float
+    hbm_rate: float
+    link_rate: float
+    options: dict[str, str]
+
+
+def names(kind: str) -> list[str]:
+    """The targets of one chip kind, smallest first: ``v5p`` -> ``v5p:2x2x1`` and so on.
+
+    Raises:
+        UserError: an unknown kind.
+    """
+    if kind not in CHIPS:
+        raise choice("chip", kind, CHIPS)
+    return [f"{kind}{'x' if kind.startswith('cuda:') else ':'}{size}" for size in CHIPS[kind].slices]
+
+
+def target(name: str) -> Target:
+    """The pod of this name.
+
+    Raises:
+        UserError: an unknown name, or the compiler of that accelerator is not installed.
+    """
+    known = {each: kind for kind in CHIPS for each in names(kind)}
+    if name not in known:
+        raise choice("topology", name, [*known, "smallest"])
+    kind = known[name]
+    chip, chips = CHIPS[kind], math.prod(map(int, re.findall(r"\d+", name.removeprefix(kind))))
+    cuda = kind.startswith("cuda:")
+    devices = tuple(_cuda_devices(name, kind, chips) if cuda else _tpu_devices(name))
+    share = chips / len(devices)
+    rates = (int(chip.hbm * share), chip.flops * share, chip.hbm_rate * share, chip.link_rate * share)
+    return Target(name, chips, devices, *rates, options={"xla_gpu_autotune_level": "0"} if cuda else {})
+
+
+def _tpu_devices(name: str) -> Any:
+    if importlib.util.find_spec("libtpu") is None:
+        raise UserError(
+            f"topology {name!r} needs the TPU compiler, which is not installed: pip install -e .[tpu-aot] (make setup EXTRAS=tpu-aot)"
+        )
+    for variable, value in _QUIET.items():
+        os.environ.setdefault(variable, value)
+    from jax.experimental import topologies
+
+    return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+
+
+def _cuda_devices(name: str, kind: str, chips: int) -> Any:
+    from jax.experimental import topologies
+
+    model = kind.removeprefix("cuda:")
+    try:
+        config = _HOPPER.format(model=model.upper(), rate=int(CHIPS[kind].hbm_rate), memory=CHIPS[kind].hbm)
+        return topologies.get_topology_desc(platform="cuda", topology_name=model, topology=f"1x1x{chips}", target_config=config).devices
+    except NotImplementedError:
+        raise UserError(
+            f"topology {name!r} needs the CUDA compiler, which is not installed: pip install -e .[cuda] (make setup EXTRAS=cuda)"
+        ) from None
+
+
+_HOPPER = """gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
+block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: {rate} l2_cache_size: 52428800 clock_rate_ghz: 1.98
+device_memory_size: {memory} shared_memory_per_block_optin: 232448 cuda_compute_capability {{ major: 9 }}
+registers_per_core_limit: 65536 registers_per_block_limit: 65536 }} platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 10 }} runtime_version {{ major: 13 }} device_description_str: "NVIDIA {model}" """

@@ -1,0 +1,46 @@
+"""Matrix FLOPs of a function as it is written, counted in its jaxpr before any compiler or partitioning sees it.
+
+The count of all devices together; a scan multiplies its body by its length, a while loop counts its body once, of a
+conditional the dearest branch counts. Rematerialisation is in it; what partitioning computes more than once is not.
+"""
+
+import math
+from typing import Any
+
+from jax.extend import core
+
+
+def traced_flops(jaxpr: core.Jaxpr, devices: int = 1) -> float:
+    """``2 M N K`` of every matrix product, grouped ones and kernels that state their cost included.
+
+    Args:
+        devices: how many run a ``shard_map`` body; its shapes are those of one.
+    """
+    return sum(_equation(eqn, devices) for eqn in jaxpr.eqns)
+
+
+def _equation(eqn: Any, devices: int) -> float:
+    name, params = eqn.primitive.name, eqn.params
+    if name == "dot_general":
+        (contracted, _), _ = params["dimension_numbers"]
+        return 2.0 * eqn.outvars[0].aval.size * math.prod(eqn.invars[0].aval.shape[d] for d in contracted)
+    if name == "ragged_dot_general":
+        (contracted, _), _ = params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+        lhs, rhs = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
+        if len(rhs) == len(lhs) + 1:  # [rows, K] x [groups, K, N]: a row meets the matrix of its group
+            return 2.0 * eqn.outvars[0].aval.size * math.prod(lhs[d] for d in contracted)
+        return 2.0 * math.prod(lhs) * rhs[-1]  # [K, rows] x [rows, N]: a row adds to the matrix of its group
+    if name == "pallas_call":
+        return float(getattr(params.get("cost_estimate"), "flops", 0))
+    if name == "cond":
+        return max(traced_flops(branch.jaxpr, devices) for branch in params["branches"])
+    times = {"scan": params.get("length", 1), "shard_map": devices}.get(name, 1)
+    inner = [p for key, p in params.items() if key != "cond_jaxpr"]
+    return times * sum(traced_flops(_open(p), devices) for p in inner if _open(p) is not None)
+
+
+def _open(param: Any) -> Any:
+    """The jaxpr of a parameter that is one."""
+    if isinstance(param, core.ClosedJaxpr):
+        return param.jaxpr
+    return param if isinstance(param, core.Jaxpr) else None

@@ -1,0 +1,210 @@
+"""What a compiled program does, read from its text: matrix FLOPs and collectives, loop bodies counted as often as they run.
+
+``Compiled.cost_analysis`` counts the body of a loop once, however many layers it scans. Here the text of the optimised,
+partitioned module (one device's share) is walked from its entry, and every loop multiplies what is in it by its trip
+count: the one the compiler noted, or the constant that the loop's condition compares its counter with. A loop whose end
+depends on data counts once.
+
+Bytes of a collective are those that one device sends, by the ring algorithm, over a group of n: a shard of o bytes costs
+o (n - 1) to all-gather, o (n - 1) / n to reduce-scatter or all-to-all, twice that to all-reduce, o to permute.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+_BITS = {"pred": 8, "s4": 4, "u4": 4, "f4e2m1fn": 4, "bf16": 16, "c64": 64, "c128": 128}
+_INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\((.*)$")
+_ARRAY = re.compile(r"\b([a-z]+[0-9]*[a-z0-9]*)\[([0-9,]*)\]")
+_COLLECTIVES = {  # kind -> bytes that a device sends for an operand of o bytes in a group of n
+    "all-gather": lambda o, n: o * (n - 1),
+    "all-reduce": lambda o, n: 2 * o * (n - 1) / n,
+    "reduce-scatter": lambda o, n: o * (n - 1) / n,
+    "all-to-all": lambda o, n: o * (n - 1) / n,
+    "ragged-all-to-all": lambda o, n: o * (n - 1) / n,
+    "collective-permute": lambda o, n: o,
+    "collective-broadcast": lambda o, n: o,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line: ``%name = type op(operands), attributes``."""
+
+    name: str
+    type: str
+    op: str
+    operands: tuple[str, ...]
+    rest: str
+    root: bool
+
+    def called(self, attribute: str) -> list[str]:
+        """Computations that an attribute names: ``calls=%a`` or ``branch_computations={%a, %b}``."""
+        found = re.search(rf"\b{attribute}=(\{{[^}}]*\}}|%?[\w.\-]+)", self.rest)
+        return re.findall(r"[\w.\-]+", found[1]) if found else []
+
+
+@dataclasses.dataclass
+class Cost:
+    """Of one device, for one call of the program.
+
+    Attributes:
+        flops: of dots and convolutions; kernels written by hand are opaque and not in it.
+        counts, bytes: by collective: how often it runs, and bytes sent.
+        kernels: calls of such kernels.
+        unknown_loops: loops counted once because their end depends on data.
+    """
+
+    flops: float = 0.0
+    counts: dict[str, float] = dataclasses.field(default_factory=dict)
+    bytes: dict[str, float] = dataclasses.field(default_factory=dict)
+    kernels: float = 0.0
+    unknown_loops: int = 0
+
+    def add(self, other: "Cost", times: float = 1.0) -> None:
+        self.flops += times * other.flops
+        self.kernels += times * other.kernels
+        self.unknown_loops += other.unknown_loops
+        for mine, theirs in ((self.counts, other.counts), (self.bytes, other.bytes)):
+            for kind, value in theirs.items():
+                mine[kind] = mine.get(kind, 0.0) + times * value
+
+
+class Module:
+    """The computations of a module's text."""
+
+    def __init__(self, text: str):
+        self.computations: dict[str, list[Instruction]] = {}
+        self.types: dict[str, str] = {}
+        self.entry = ""
+        found = re.search(r"num_partitions=(\d+)", text) or re.search(r"replica_count=(\d+)", text)
+        self.devices = int(found[1]) if found else 1
+        current: list[Instruction] = []
+        for line in text.splitlines():
+            if header := re.match(r"^(ENTRY )?%?([\w.\-]+) .*->.*\{\s*$", line):
+                current = self.computations.setdefault(header[2], [])
+                self.entry = header[2] if header[1] else self.entry
+            elif found := _INSTRUCTION.match(line):
+                operands, rest = _split_call(found[5])
+                current.append(Instruction(found[2], found[3], found[4], tuple(_names(operands)), rest, bool(found[1])))
+                self.types[found[2]] = found[3]
+                if found[4] == "constant":
+                    self.types[found[2]] += f" = {operands}"
+
+    def cost(self) -> Cost:
+        """Of the entry computation."""
+        return self._of(self.entry, False)
+
+    @functools.cache  # noqa: B019 (a module lives as long as its report)
+    def _of(self, computation: str, scattered: bool) -> Cost:
+        total = Cost()
+        for instruction in self.computations[computation]:
+            total.add(*self._of_instruction(instruction, scattered))
+        return total
+
+    def _of_instruction(self, i: Instruction, scattered: bool) -> tuple[Cost, float]:
+        """The cost of an instruction and how often it counts; ``scattered``: an all-reduce here keeps one slice only."""
+        kind = i.op.removesuffix("-start")
+        if i.op == "while":
+            trips = self._trips(i)
+            cost = Cost(unknown_loops=int(trips is None))
+            cost.add(self._of(i.called("body")[0], False), trips or 1)
+            return cost, 1
+        if i.op == "conditional":
+            names = i.called("branch_computations") or i.called("true_computation") + i.called("false_computation")
+            return max((self._of(name, False) for name in names), key=lambda c: (c.flops, sum(c.bytes.values()))), 1
+        if i.op in ("fusion", "call", "async-start"):
+            cost = Cost()
+            for name in i.called("calls") or i.called("to_apply"):
+                cost.add(self._of(name, name.startswith("all-reduce-scatter")))
+            return cost, 1
+        if kind in _COLLECTIVES and not i.op.endswith("-done"):
+            kind = "reduce-scatter" if scattered and kind == "all-reduce" else kind
+            size = sum(nbytes(self.types[name]) for name in i.operands if name in self.types)
+            return Cost(counts={kind: 1}, bytes={kind: _COLLECTIVES[kind](size, self._group(i))}), 1
+        if i.op == "custom-call":
+            return Cost(kernels=1), float('custom_call_target="tpu_custom_call"' in i.rest)
+        if i.op in ("dot", "convolution"):
+            return Cost(flops=self._dot(i) if i.op == "dot" else self._convolution(i)), 1
+        return Cost(), 0
+
+    def _group(self, i: Instruction) -> int:
+        """Devices that take part together, from ``{{0,1},{2,3}}`` or ``[groups,size]<=[...]``."""
+        if found := re.search(r"replica_groups=\[(\d+),(\d+)\]", i.rest):
+            return int(found[2])
+        if found := re.search(r"replica_groups=\{\{([\d,]*)\}", i.rest):
+            return found[1].count(",") + 1
+        return self.devices
+
+    def _trips(self, loop: Instruction) -> int | None:
+        if found := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.rest):
+            return int(found[1])
+        condition = self.computations[loop.called("condition")[0]]
+        root = next(i for i in condition if i.root)
+        inside = self.computations[root.called("calls")[0]] if root.op == "fusion" else condition
+        test = next(i for i in inside if i.root)
+        if test.op != "compare" or "direction=LT" not in test.rest:
+            return None
+        limits = [self._integer(name) for name in {*test.operands, *root.operands}]
+        return next((n for n in limits if n is not None), None)
+
+    def _integer(self, name: str) -> int | None:
+        found = re.search(r"^[su]\d+\[\].* = (\d+)$", self.types.get(name, ""))
+        return int(found[1]) if found else None
+
+    def _dot(self, i: Instruction) -> float:
+        found = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", i.rest)
+        lhs = shape(self.types[i.operands[0]])
+        return 2.0 * math.prod(shape(i.type)) * math.prod(lhs[int(d)] for d in found[1].split(",") if d) if found else 0.0
+
+    def _convolution(self, i: Instruction) -> float:
+        """TPUs compute dots as convolutions; a batch dimension is a dilated window that meets one input position each."""
+        labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.rest)
+        assert labels, i.rest
+        lhs, kernel, out = (shape(t) for t in (self.types[i.operands[0]], self.types[i.operands[1]], i.type))
+        window = re.search(r"window=\{([^}]*)\}", i.rest)
+        fields = dict(part.split("=") for part in window[1].split()) if window else {}
+        products = float(out[labels[3].index("b")] * out[labels[3].index("f")] * kernel[labels[2].index("i")])
+        for d in range(len(out) - 2):
+            sizes = lhs[labels[1].index(str(d))], kernel[labels[2].index(str(d))], out[labels[3].index(str(d))]
+            products *= _window_meetings(*sizes, **{name: value.split("x")[d] for name, value in fields.items() if name != "size"})
+        return 2 * products
+
+
+def _window_meetings(a: int, k: int, o: int, stride="1", pad="0_0", lhs_dilate="1", rhs_dilate="1", rhs_reversal="0") -> int:
+    """Pairs of an output and a window position that meet an input element rather than padding or a hole."""
+    at = np.arange(o)[:, None] * int(stride) + np.arange(k)[None] * int(rhs_dilate) - int(pad.split("_")[0])
+    return int(np.sum((at >= 0) & (at <= (a - 1) * int(lhs_dilate)) & (at % int(lhs_dilate) == 0)))
+
+
+def _split_call(text: str) -> tuple[str, str]:
+    """``a, b), attributes`` -> operands and attributes: up to the parenthesis that closes the call."""
+    depth = 1
+    for k, letter in enumerate(text):
+        depth += (letter in "([{") - (letter in ")]}")
+        if depth == 0:
+            return text[:k], text[k + 1 :]
+    return text, ""
+
+
+def _names(operands: str) -> Iterator[str]:
+    yield from re.findall(r"%([\w.\-]+)", operands)
+
+
+def shape(type_: str) -> tuple[int, ...]:
+    """Dimensions of an array type ``bf16[4,32]{1,0}``."""
+    found = _ARRAY.search(type_)
+    return tuple(int(n) for n in found[2].split(",") if n) if found else ()
+
+
+def nbytes(type_: str) -> float:
+    """Bytes of an array type, or of all arrays of a tuple type, without padding of tiles."""
+    total = 0.0
+    for dtype, dims in _ARRAY.findall(type_):
+        bits = _BITS.get(dtype) or int((re.search(r"\d+", dtype) or ["32"])[0])
+        total += math.prod(int(n) for n in dims.split(",") if n) * bits / 8
+    return total

@@ -1,0 +1,182 @@
+"""One program on one pod: compiled, then its bytes against the memory, its work against the datasheet's rates.
+
+The times are estimates and lower bounds: datasheet peaks, all links busy, compute, memory and links perfectly overlapped,
+and of memory traffic only the arguments, read once, and the new outputs, written once.
+"""
+
+import contextlib
+import dataclasses
+import math
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from mint_jax.aot import hlo
+from mint_jax.aot.chips import Target
+from mint_jax.aot.flops import traced_flops
+from mint_jax.aot.programs import Program, device_bytes
+
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What a program takes of each device; bytes and FLOPs are one device's, for one call.
+
+    Attributes:
+        program: its name.
+        hbm: bytes of the device.
+        arguments, temporaries, outputs, aliased: bytes; aliased outputs live in donated arguments.
+        total: bytes needed at once.
+        flops: of matrix products: the larger of the compiled program's and the traced function's share.
+        flops_traced: the traced function's, divided by the devices: less than ``flops`` where devices repeat work.
+        hbm_bytes: arguments and new outputs.
+        counts, sent: collectives by kind: how many, and bytes sent.
+        kernels: calls of kernels written by hand, whose FLOPs the compiled text does not tell.
+        unknown_loops: loops whose length depends on data, counted once: ``decode`` has one, whose body is a step.
+        compute_s, memory_s, links_s: each at the datasheet's rate.
+        tokens: of all devices.
+        compile_s: wall seconds.
+        text: the compiled program.
+        refused: the compiler's own words where it found no room.
+    """
+
+    program: str
+    hbm: int
+    arguments: int = 0
+    temporaries: int = 0
+    outputs: int = 0
+    aliased: int = 0
+    total: int = 0
+    flops: float = 0.0
+    flops_traced: float = 0.0
+    hbm_bytes: float = 0.0
+    counts: dict[str, float] = dataclasses.field(default_factory=dict)
+    sent: dict[str, float] = dataclasses.field(default_factory=dict)
+    kernels: int = 0
+    unknown_loops: int = 0
+    compute_s: float = 0.0
+    memory_s: float = 0.0
+    links_s: float = 0.0
+    tokens: int = 0
+    compile_s: float = 0.0
+    text: str = ""
+    refused: str = ""
+
+    @property
+    def free(self) -> float:
+        """Fraction of the memory that stays free; negative when the program does not fit."""
+        return 1 - self.total / self.hbm
+
+    def fits(self, margin: float) -> bool:
+        """Whether this fraction of the memory stays free."""
+        return not self.refused and self.free >= margin
+
+    @property
+    def step_s(self) -> float:
+        return max(self.compute_s, self.memory_s, self.links_s)
+
+    @property
+    def bound(self) -> str:
+        """Which of the three takes longest."""
+        return max((self.compute_s, "compute"), (self.memory_s, "memory"), (self.links_s, "links"))[1]
+
+    def json(self, margin: float) -> dict[str, Any]:
+        """What the job prints of it."""
+        out: dict[str, Any] = {"fits": int(self.fits(margin)), "free_hbm_fraction": round(self.free, 4), "bytes_per_device": self.total}
+        if self.refused:
+            return out | {"refused": self.refused}
+        return out | {
+            "argument_bytes": self.arguments,
+            "temporary_bytes": self.temporaries,
+            "output_bytes": self.outputs,
+            "aliased_bytes": self.aliased,
+            "flops": self.flops,
+            "flops_traced": self.flops_traced,
+            "hbm_bytes": self.hbm_bytes,
+            "collectives": {kind: {"count": int(n), "bytes": int(self.sent[kind])} for kind, n in sorted(self.counts.items())},
+            "kernels": self.kernels,
+            "loops_counted_once": self.unknown_loops,
+            "estimate": {
+                "compute_s": self.compute_s,
+                "memory_s": self.memory_s,
+                "links_s": self.links_s,
+                "step_s": self.step_s,
+                "bound": self.bound,
+                "tokens_per_s": self.tokens / self.step_s if self.step_s else 0.0,
+            },
+            "compile_s": round(self.compile_s, 1),
+        }
+
+
+def measure(program: Program, mesh: Mesh, target: Target) -> Measured:
+    """Compiles a program for a target and reads what it takes."""
+    began = time.monotonic()
+    traced = program.trace(mesh)
+    flops_traced = traced_flops(traced.jaxpr.jaxpr, mesh.size) / mesh.size
+    try:
+        with _not_cached():
+            compiled = traced.lower().compile(target.options)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        arguments, temporaries = device_bytes(program.args), _temporaries(str(error), target.hbm)
+        words = " ".join(str(error).split())[:300]
+        return Measured(
+            program.name,
+            target.hbm,
+            arguments,
+            temporaries,
+            total=arguments + temporaries,
+            compile_s=time.monotonic() - began,
+            refused=words,
+        )
+    seconds, text = time.monotonic() - began, compiled.as_text()
+    m, cost = compiled.memory_analysis(), hlo.Module(text).cost()
+    arguments, temporaries = m.argument_size_in_bytes, m.temp_size_in_bytes
+    outputs, aliased = m.output_size_in_bytes, m.alias_size_in_bytes
+    flops, hbm_bytes = max(cost.flops, flops_traced), float(arguments + outputs - aliased)
+    return Measured(
+        program=program.name,
+        hbm=target.hbm,
+        arguments=arguments,
+        temporaries=temporaries,
+        outputs=outputs,
+        aliased=aliased,
+        total=arguments + temporaries + outputs - aliased,
+        flops=flops,
+        flops_traced=flops_traced,
+        hbm_bytes=hbm_bytes,
+        counts=cost.counts,
+        sent=cost.bytes,
+        kernels=int(cost.kernels),
+        unknown_loops=cost.unknown_loops,
+        compute_s=flops / target.flops,
+        memory_s=hbm_bytes / target.hbm_rate,
+        links_s=sum(cost.bytes.values()) / target.link_rate,
+        tokens=program.tokens,
+        compile_s=seconds,
+        text=text,
+    )
+
+
+@contextlib.contextmanager
+def _not_cached() -> Iterator[None]:
+    """Keeps programs out of the compilation cache: those for devices that are not attached cannot be read back."""
+    name = "jax_persistent_cache_min_compile_time_secs"
+    before = getattr(jax.config, name)
+    jax.config.update(name, math.inf)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+def _temporaries(message: str, hbm: int) -> int:
+    """Bytes of temporaries that the compiler found no room for; where it does not say, as many as the memory has."""
+    found = re.search(r"([\d.]+)([KMGT])\w*\)? (?:exceeds|of) ", message)
+    return int(float(found[1]) * _UNITS[found[2]]) if found else hbm

@@ -1,0 +1,230 @@
+"""The programs of a job on a pod that is not attached: abstract arguments with shardings, and how each is compiled.
+
+Nothing here allocates: parameters, training state, adapters and caches are ``ShapeDtypeStruct`` trees, laid out as the
+library lays out the real ones. Caches come from ``jax.eval_shape`` of ``prefill``, so a new kind of cache needs no change.
+
+Axes: P policies, B rows of a policy, T tokens, M targets of a row, N adapters, Q prompts, G rollouts of a prompt, L layers,
+C new tokens, K kv heads, H head dim.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.layout import Format, Layout
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from mint_jax import params as params_lib
+from mint_jax import sharding
+from mint_jax.errors import UserError
+from mint_jax.lora import tree as lora_tree
+from mint_jax.lora.tree import AdapterConfig
+from mint_jax.models import transformer
+from mint_jax.models.config import ModelConfig
+from mint_jax.rollout import generate
+from mint_jax.rollout.sample import SamplingParams
+from mint_jax.train import state as state_lib
+from mint_jax.train import step
+from mint_jax.train.batch import Batch
+from mint_jax.train.losses import Targets
+from mint_jax.train.trainer import LossConfig, stack_coefs
+
+Tree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainShape:
+    """One ``forward_backward``: P policies of B rows of T tokens, M of them targets."""
+
+    policies: int
+    rows: int
+    tokens: int
+    targets: int
+    remat: str = "full"
+
+
+@dataclasses.dataclass(frozen=True)
+class RolloutShape:
+    """One ``prefill`` and its ``decode``: N adapters share Q prompts equally; G rollouts each, up to C new tokens."""
+
+    adapters: int
+    prompts: int
+    rollouts: int
+    prompt_tokens: int
+    new_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A function with everything its compilation depends on.
+
+    Attributes:
+        name: ``train``, ``optim``, ``prefill`` or ``decode``.
+        fn: takes ``args``.
+        args: abstract arguments, each leaf with its sharding.
+        donated: which arguments' buffers the outputs reuse.
+        out: output shardings: donation needs them to equal those of the donated argument.
+        tokens: tokens that one call takes through the model: read by it, or drawn.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    donated: tuple[int, ...]
+    out: Any
+    tokens: int
+
+    def trace(self, mesh: Mesh) -> Any:
+        """The traced function, with its jaxpr and ``lower``."""
+        with jax.set_mesh(mesh):
+            return jax.jit(self.fn, donate_argnums=self.donated, out_shardings=self.out).trace(*self.args)
+
+
+class Plan:
+    """One base with its adapters on one mesh, as abstract trees.
+
+    Args:
+        cfg: the base.
+        mesh: of compile-only devices, or any others.
+        dtype: of the base, activations and caches; adapters in training are float32.
+        adapter: shape of every policy's adapter.
+
+    Raises:
+        UserError: the mesh does not divide a dimension of the base or of the adapters.
+    """
+
+    def __init__(self, cfg: ModelConfig, mesh: Mesh, dtype: Any, adapter: AdapterConfig):
+        self.cfg, self.mesh, self.dtype, self.adapter = cfg, mesh, dtype, adapter
+        self.specs = transformer.abstract(cfg, dtype)
+        self.params = params_lib.abstract(self.specs, sharding.shardings(self.specs, mesh))
+        factors = lora_tree.stack_specs(self.specs, adapter.targets, adapter.bucket, 1)
+        self.factors = {path: sharding.sharding_of(spec, mesh) for path, spec in params_lib.leaves_with_path(factors)}
+
+    @property
+    def base_bytes(self) -> int:
+        """Bytes of the base on each device."""
+        return device_bytes(self.params)
+
+    def programs(self, train: TrainShape, rollout: RolloutShape) -> Iterator[Program]:
+        """The four programs of reinforcement learning."""
+        yield from self.training(train)
+        yield from self.sampling(rollout)
+
+    def training(self, shape: TrainShape) -> tuple[Program, Program]:
+        """``forward_backward`` and ``optim_step`` of every policy."""
+        self._check_rows("train.policies x train.rows", shape.policies * shape.rows)
+        P, bucket = shape.policies, self.adapter.bucket
+        state = self._place(jax.eval_shape(lambda: state_lib.empty(self.specs, [self.adapter] * P)))
+        slots = {bucket: self._whole((P,), jnp.int32)}
+        coefs = jax.tree.map(lambda x: self._whole(x.shape, x.dtype), stack_coefs([LossConfig()] * P))
+        fn = functools.partial(step.forward_backward, cfg=self.cfg, remat=shape.remat)
+        tokens = P * shape.rows * shape.tokens
+        out = (_shardings(state), None, None)
+        args = (self.params, state, self._batch(shape), coefs, slots)
+        return (
+            Program("train", fn, args, (1,), out, tokens),
+            Program("optim", step.optim_step, (state, slots), (0,), out[:2], 0),
+        )
+
+    def sampling(self, shape: RolloutShape) -> tuple[Program, Program]:
+        """``prefill`` of all prompts and ``decode`` of all their rollouts, with N adapters in the batch."""
+        rows = shape.prompts * shape.rollouts
+        self._check_rows("rollout.prompts", shape.prompts)
+        if shape.prompts % shape.adapters:
+            raise UserError(f"rollout.prompts is {shape.prompts}; expected a multiple of rollout.adapters, {shape.adapters}")
+        stacks = {self.adapter.bucket: jax.eval_shape(lambda: self._adapters(shape.adapters))}
+        slots = {self.adapter.bucket: jax.ShapeDtypeStruct((shape.adapters,), jnp.int32)}
+        lora = self._place(jax.eval_shape(functools.partial(lora_tree.bind_slots, dtype=self.dtype), stacks, slots))
+        per_row = (jnp.float32, jnp.int32, jnp.float32, jnp.float32, jnp.uint32)
+        sampling = SamplingParams(*(self._rows((rows,), dtype) for dtype in per_row))  # type: ignore[arg-type]
+        limits = generate.Limits(self._rows((rows,), jnp.int32), self._rows((rows, 1), jnp.int32))  # type: ignore[arg-type]
+        prompts = self._rows((shape.prompts, shape.prompt_tokens), jnp.int32)
+        lengths = self._rows((shape.prompts,), jnp.int32)
+        fill = functools.partial(generate.prefill, cfg=self.cfg, rollouts=shape.rollouts, new_tokens=shape.new_tokens)
+        args = (self.params, lora, prompts, lengths, sampling, limits)
+        with jax.set_mesh(self.mesh):
+            cache, state, _ = jax.eval_shape(fill, *args)
+        cache = jax.tree.map(self._cache, cache)
+        own = jax.tree.map(functools.partial(self._cache, split_tokens=False), state.cache)
+        state = jax.tree.map(lambda x: self._rows(x.shape, x.dtype), dataclasses.replace(state, cache=None))
+        state = dataclasses.replace(state, cache=own)
+        one = self._whole((), jnp.int32)
+        draw = functools.partial(generate.decode, cfg=self.cfg)
+        out = (_shardings(cache), _shardings(state), None)
+        return (
+            Program("prefill", fill, args, (), out, shape.prompts * shape.prompt_tokens),
+            Program("decode", draw, (self.params, lora, cache, lengths, state, sampling, limits, one), (4,), out[1], rows),
+        )
+
+    def _adapters(self, slots: int) -> lora_tree.AdapterStack:
+        return lora_tree.empty_stack(self.specs, self.adapter.targets, self.adapter.bucket, slots)
+
+    def _batch(self, shape: TrainShape) -> Batch:
+        P, B = shape.policies, shape.rows
+        policy_major = P % sharding.ways("batch", self.mesh) == 0
+
+        def rows(width: int, dtype: Any = jnp.int32) -> Any:
+            axes = ("batch", None, None) if policy_major else (None, "batch" if B % sharding.ways("batch", self.mesh) == 0 else None, None)
+            return self._split((P, B, width), axes, dtype)
+
+        weights, advantages, old_logp, ref_logp = (rows(shape.targets, jnp.float32) for _ in range(4))
+        pairs: Any = self._whole((P, 0), jnp.float32)
+        loss = Targets(weights, advantages, old_logp, ref_logp, rows(shape.targets), pairs)
+        tokens, positions, own, parent = (rows(shape.tokens) for _ in range(4))
+        return Batch(tokens, positions, own, parent, rows(shape.targets), rows(shape.targets), loss)
+
+    def _check_rows(self, what: str, rows: int) -> None:
+        ways = sharding.ways("batch", self.mesh)
+        if rows % ways:
+            raise UserError(f"{what} is {rows} rows, which the mesh splits {ways} ways: choose a multiple, or a smaller fsdp")
+
+    def _split(self, shape: tuple[int, ...], axes: tuple[str | None, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(self.mesh, sharding.partition(axes, self.mesh)))
+
+    def _whole(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return self._split(shape, (None,) * len(shape), dtype)
+
+    def _rows(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return self._split(shape, ("batch", *(None,) * (len(shape) - 1)) if shape else (), dtype)
+
+    def _cache(self, entry: jax.ShapeDtypeStruct, split_tokens: bool = True) -> jax.ShapeDtypeStruct:
+        """A cache part ``[L, rows, tokens, (K, H)]`` split by rows, and by kv heads or else by tokens.
+
+        Its layout is the one attention reads: heads outside tokens. Entered in another one, the compiler copies the whole
+        cache into this one and back at every call.
+        """
+        ways = self.mesh.shape["tensor"]
+        axes: list[Any] = [None, sharding.partition(("batch",), self.mesh)[0], *(None,) * (len(entry.shape) - 2)]
+        if ways > 1 and len(axes) == 5 and entry.shape[3] % ways == 0:
+            axes[3] = "tensor"
+        elif ways > 1 and split_tokens and entry.shape[2] % ways == 0:
+            axes[2] = "tensor"
+        place = NamedSharding(self.mesh, PartitionSpec(*axes))
+        order = (0, 1, 3, 2, 4) if len(axes) == 5 else tuple(range(len(axes)))
+        return jax.ShapeDtypeStruct(entry.shape, entry.dtype, sharding=Format(Layout(order), place))
+
+    def _place(self, tree: Tree) -> Tree:
+        """Abstract adapters or training state: factors, and what has their path, split like the base; the rest whole."""
+        whole = NamedSharding(self.mesh, PartitionSpec())
+
+        def place(path: Any, leaf: Any) -> jax.ShapeDtypeStruct:
+            spec = self.factors.get("/".join(k.key for k in path if isinstance(getattr(k, "key", None), str)), whole).spec
+            return jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=NamedSharding(self.mesh, PartitionSpec(*spec[max(0, len(spec) - leaf.ndim) :]))
+            )
+
+        return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def device_bytes(tree: Tree) -> int:
+    """Bytes of abstract arrays on each device."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def _shardings(tree: Tree) -> Tree:
+    """Output shardings like these arguments', with their layouts where they have one."""
+    return jax.tree.map(lambda x: x.sharding if x.format.layout is None else x.format, tree)

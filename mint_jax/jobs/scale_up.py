@@ -1,0 +1,135 @@
+"""Would this base, with this many policies, fit that pod, and what would bound a step? Compiled, not run: no device is needed.
+
+The training step, the optimizer step, prefill and one token of decode are compiled for the named pod from shapes alone;
+the compiler's own memory figures, FLOPs, collectives and a roofline estimate are printed, drawn and saved.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from mint_jax import mesh as mesh_lib
+from mint_jax import params as params_lib
+from mint_jax.aot import chips
+from mint_jax.aot import report as aot_report
+from mint_jax.aot.measure import Measured, measure
+from mint_jax.aot.programs import Plan, RolloutShape, TrainShape
+from mint_jax.errors import UserError, choice
+from mint_jax.jobs import common, report
+from mint_jax.jobs.common import Config, say
+from mint_jax.lora import tree as lora_tree
+from mint_jax.lora.tree import AdapterConfig
+from mint_jax.models.base import DTYPES
+from mint_jax.models.config import from_hf
+
+GIB = chips.GIB
+
+
+class Question:
+    """A config as plain objects, to be asked of one pod after another."""
+
+    def __init__(self, config: Config):
+        if config.dtype not in DTYPES:
+            raise choice("dtype", config.dtype, DTYPES)
+        self.name, self.dtype, self.margin = config.base, DTYPES[config.dtype], float(config.margin)
+        self.cfg = from_hf(config.model.to_dict())
+        self.sizes = dict(config.mesh)
+        self.adapter = common.build(AdapterConfig, config.adapter, "adapter")
+        self.train = common.build(TrainShape, config.train, "train")
+        self.rollout = common.build(RolloutShape, config.rollout, "rollout")
+
+    def plan(self, target: chips.Target) -> Plan:
+        return Plan(self.cfg, mesh_lib.make_mesh(self.sizes, list(target.devices)), self.dtype, self.adapter)
+
+    def measured(self, plan: Plan, target: chips.Target) -> Iterator[Measured]:
+        """Each program as it is compiled, with a line before and after."""
+        for program in plan.programs(self.train, self.rollout):
+            say(f"compiling {program.name} for {target.name} ({target.chips} chips)")
+            m = measure(program, plan.mesh, target)
+            free = f"free HBM {100 * m.free:.1f} %"
+            if m.fits(self.margin):
+                say(f"{m.program}: fits, {free}, compiled in {m.compile_s:.0f} s")
+            else:
+                say(f"{m.program}: does not fit, {free} (at least {100 * self.margin:.0f} % asked for): {m.total / GIB:.1f} GiB a device")
+            yield m
+
+
+def run(config: Config, workdir: Path) -> dict[str, Any]:
+    """Compiles for ``config.topology``, or for ever larger pods of ``config.chip`` until one holds everything."""
+    question = Question(config)
+    if config.topology == "smallest":
+        chips.names(config.chip)
+    common.save_config(config, workdir)
+    if config.topology == "smallest":
+        target, plan, measured, tried = _smallest(question, config.chip)
+    else:
+        target, tried = chips.target(config.topology), None
+        plan = question.plan(target)
+        measured = list(question.measured(plan, target))
+    result = _result(question, plan, target, measured)
+    if tried is not None:
+        result["tried"] = tried
+    _show(question, result, measured, workdir)
+    if config.hlo:
+        for m in measured:
+            (workdir / f"{m.program}.hlo.txt").write_text(m.text)
+    return result
+
+
+def _smallest(question: Question, chip: str) -> tuple[chips.Target, Plan, list[Measured], dict[str, str]]:
+    """The first pod whose programs all fit, and why each smaller one does not do."""
+    tried: dict[str, str] = {}
+    for name in chips.names(chip):
+        target = chips.target(name)
+        try:
+            plan = question.plan(target)
+            if plan.base_bytes > (1 - question.margin) * target.hbm:
+                tried[name] = f"does not fit: weights alone are {plan.base_bytes / GIB:.1f} of {target.hbm / GIB:.1f} GiB a device"
+                say(f"{name}: {tried[name]}")
+                continue
+            measured = []
+            for m in question.measured(plan, target):
+                measured.append(m)
+                if not m.fits(question.margin):
+                    tried[name] = f"{m.program} does not fit: {m.total / GIB:.1f} of {m.hbm / GIB:.1f} GiB a device"
+                    break
+            else:
+                return target, plan, measured, tried | {name: "fits"}
+        except UserError as error:  # the mesh does not divide the pod, the base or the rows
+            tried[name] = str(error)
+            say(f"{name}: {error}")
+    reasons = "; ".join(f"{name}: {why}" for name, why in tried.items())
+    raise UserError(f"no {chip} slice holds {question.name}: change --config.mesh, .train or .rollout, or another --config.chip. {reasons}")
+
+
+def _result(question: Question, plan: Plan, target: chips.Target, measured: list[Measured]) -> dict[str, Any]:
+    base, one = params_lib.count(plan.specs), params_lib.count(lora_tree.adapter_specs(plan.specs, question.adapter))
+    return {
+        "job": "scale_up",
+        "model": question.name,
+        "topology": target.name,
+        "chips": target.chips,
+        "devices": len(target.devices),
+        "mesh": dict(plan.mesh.shape),
+        "hbm_bytes_per_device": target.hbm,
+        "parameters": base,
+        "base_bytes_per_device": plan.base_bytes,
+        "adapter_parameters": one,
+        "adapter_percent_of_base": round(100 * one / base, 4),
+        "policies": question.train.policies,
+        "adapters": question.rollout.adapters,
+        "fits": int(all(m.fits(question.margin) for m in measured)),
+    } | {m.program: m.json(question.margin) for m in measured}
+
+
+def _show(question: Question, result: dict[str, Any], measured: list[Measured], workdir: Path) -> None:
+    mesh = " x ".join(f"{axis} {size}" for axis, size in result["mesh"].items() if size > 1) or "one device"
+    base = f"{question.name}, {result['parameters'] / 1e9:.4g}B parameters, {result['base_bytes_per_device'] / GIB:.3g} GiB a device"
+    pod = f"{result['topology']}: {result['chips']} chips, {mesh}"
+    adapters = (
+        f"{question.train.policies} policies in training, {question.rollout.adapters} adapters in sampling, rank {question.adapter.rank}, "
+        f"{result['adapter_percent_of_base']} % of the base each"
+    )
+    report.table(f"{base}\n{pod}\n{adapters}", aot_report.columns(measured), aot_report.rows(measured, question.margin))
+    say("times are lower bounds: datasheet peaks, memory traffic of arguments and new outputs alone; decode is one token of every row")
+    aot_report.picture(f"{base}\n{pod}; {adapters}", measured, workdir / "scale_up.png")

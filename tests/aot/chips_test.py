@@ -1,0 +1,50 @@
+"""Names of pods, their devices, and what is said when one cannot be had."""
+
+import importlib.util
+import math
+
+import jax
+import pytest
+from jax.experimental import topologies
+
+from mint_jax.aot import chips
+from mint_jax.errors import UserError
+
+
+def test_names_grow():
+    assert chips.names("v5p")[:2] == ["v5p:2x2x1", "v5p:2x2x2"]
+    assert chips.names("cuda:h200") == ["cuda:h200x1", "cuda:h200x2", "cuda:h200x4", "cuda:h200x8"]
+    for kind, chip in chips.CHIPS.items():
+        sizes = [math.prod(map(int, name.split("x"))) for name in chip.slices]
+        assert sizes == sorted(set(sizes)), kind
+
+
+@pytest.mark.parametrize(("name", "kind"), [("v5p:3x3", "v5p:2x2x1, "), ("v9:2x2", "tpu7x:4x8x8"), ("h200x8", "cuda:h200x8")])
+def test_an_unknown_name_lists_the_known(name, kind):
+    with pytest.raises(UserError, match=f"topology is '{name}'; choose one of: .*{kind}"):
+        chips.target(name)
+    with pytest.raises(UserError, match="chip is 'v9'; choose one of: v4, "):
+        chips.names("v9")
+
+
+@pytest.mark.parametrize(("name", "per_chip"), [("v5e:2x2", 1), ("tpu7x:2x2x1", 2), ("v5p:2x2x1", 1)])
+def test_a_chip_may_show_as_two_devices(name, per_chip):
+    target = chips.target(name)
+    chip = chips.CHIPS[name.split(":")[0]]
+    assert (target.chips, len(target.devices)) == (4, 4 * per_chip)
+    assert (target.hbm * per_chip, target.flops * per_chip) == (chip.hbm, chip.flops)
+    assert (target.hbm_rate * per_chip, target.link_rate * per_chip) == (chip.hbm_rate, chip.link_rate)
+    assert jax.default_backend() == "cpu"
+
+
+def test_a_missing_compiler_names_its_extra(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install -e \.\[tpu-aot\]"):
+        chips.target("v5e:2x2")
+
+    def missing(**_):
+        raise NotImplementedError("topology not implemented for cuda")
+
+    monkeypatch.setattr(topologies, "get_topology_desc", missing)
+    with pytest.raises(UserError, match=r"'cuda:h200x8' needs the CUDA compiler, .*pip install -e \.\[cuda\]"):
+        chips.target("cuda:h200x8")

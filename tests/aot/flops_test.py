@@ -1,0 +1,57 @@
+"""FLOPs counted in a jaxpr: loops, branches, gradients, rematerialisation, grouped products, ``shard_map``."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from mint_jax.aot.flops import traced_flops
+
+M, N = 16, 32
+ONE = 2 * M * N * N
+X, W = jax.ShapeDtypeStruct((M, N), jnp.float32), jax.ShapeDtypeStruct((N, N), jnp.float32)
+
+
+def count(fn, *args, devices=1):
+    return traced_flops(jax.jit(fn).trace(*args).jaxpr.jaxpr, devices)
+
+
+def scanned(x, w, length=5):
+    return jax.lax.scan(lambda x, _: (jnp.sin(x @ w), None), x, None, length=length)[0]
+
+
+def test_loops_and_branches():
+    assert count(jnp.matmul, X, W) == ONE
+    assert count(scanned, X, W) == 5 * ONE
+    assert count(lambda x, w: jax.lax.cond(x[0, 0] > 0, lambda: x @ w @ w, lambda: x @ w), X, W) == 2 * ONE
+    assert count(lambda x, w: jax.lax.while_loop(lambda x: x[0, 0] > 0, lambda x: x @ w, x), X, W) == ONE
+
+
+def test_gradients_of_frozen_weights_and_rematerialisation():
+    assert count(jax.grad(lambda x, w: jnp.sum(scanned(x, w))), X, W) == 10 * ONE
+    kept = jax.checkpoint(scanned, policy=jax.checkpoint_policies.nothing_saveable)
+    assert count(jax.grad(lambda x, w: jnp.sum(kept(x, w))), X, W) == 15 * ONE
+    assert count(jax.grad(lambda w, x: jnp.sum(scanned(x, w))), W, X) == 15 * ONE
+
+
+@pytest.mark.parametrize(("argument", "times"), [(None, 1), (0, 2), (1, 2)])
+def test_grouped_products(argument, times):
+    groups = jax.ShapeDtypeStruct((4, N, N), jnp.float32)
+    sizes = jax.ShapeDtypeStruct((4,), jnp.int32)
+
+    def fn(x, w, sizes):
+        return jax.lax.ragged_dot(x, w, sizes)
+
+    def loss(x, w, sizes):
+        return jnp.sum(jnp.sin(fn(x, w, sizes)))
+
+    assert count(fn if argument is None else jax.grad(loss, argument), X, groups, sizes) == times * ONE
+
+
+def test_shapes_inside_shard_map_are_those_of_one_device(mesh8):
+    split = functools.partial(
+        jax.shard_map, mesh=mesh8, in_specs=(P(("data", "fsdp", "tensor")), P()), out_specs=P(("data", "fsdp", "tensor"))
+    )
+    assert count(split(jnp.matmul), X, W, devices=8) == ONE

@@ -1,0 +1,142 @@
+"""The scale-up job: a tiny model compiled for four TPU chips, its accounts, and the search for the smallest pod."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from ml_collections import ConfigDict
+
+from mint_jax import mesh as mesh_lib
+from mint_jax.aot import chips, programs
+from mint_jax.aot.measure import Measured, measure
+from mint_jax.errors import UserError
+from mint_jax.jobs import scale_up
+from mint_jax.models.config import from_hf
+
+MAKE_MESH = mesh_lib.make_mesh  # before the fixture of this folder narrows it to one device
+CONFIG = Path(__file__).parents[2] / "configs" / "scale_up" / "tiny.py"
+PROGRAMS = ("train", "optim", "prefill", "decode")
+
+
+@pytest.fixture(autouse=True)
+def whole_mesh(one_device, monkeypatch):
+    monkeypatch.setattr(mesh_lib, "make_mesh", MAKE_MESH)
+
+
+@pytest.fixture
+def config() -> ConfigDict:
+    scope: dict = {}
+    exec(CONFIG.read_text(), scope)
+    return scope["get_config"]()
+
+
+def test_a_tiny_model_on_four_chips(config, tmp_path, capsys):
+    config.hlo = True
+    result = scale_up.run(config, tmp_path)
+    assert (result["model"], result["topology"], result["chips"], result["fits"]) == ("tiny", "v5e:2x2", 4, 1)
+    assert json.loads(json.dumps(result)) == result
+    assert result["parameters"] == 2048 * 256 + 256 + 2 * (2 * 256 + 2 * 128 + 256 * (512 + 2 * 256 + 512) + 3 * 256 * 512)
+    for name in PROGRAMS:
+        m = result[name]
+        assert m["bytes_per_device"] == m["argument_bytes"] + m["temporary_bytes"] + m["output_bytes"] - m["aliased_bytes"]
+        assert m["free_hbm_fraction"] == pytest.approx(1 - m["bytes_per_device"] / chips.CHIPS["v5e"].hbm, abs=1e-4)
+        assert m["estimate"]["step_s"] == max(m["estimate"][f"{term}_s"] for term in ("compute", "memory", "links"))
+        assert m["flops"] >= m["flops_traced"]
+        assert (tmp_path / f"{name}.hlo.txt").read_text().startswith("HloModule")
+    assert result["train"]["flops"] < 1.1 * result["train"]["flops_traced"]
+    assert [result[name]["loops_counted_once"] for name in PROGRAMS] == [0, 0, 0, 1]
+    # Donated state comes back in its own buffers: factors, gradients and two moments, each factor split by fsdp or by tensor.
+    state = 4 * 4 * result["adapter_parameters"] * config.train.policies / 2
+    for name in ("train", "optim"):
+        assert state < result[name]["aliased_bytes"] < 1.05 * state  # and scalars of each policy, padded
+    caches = 2 * 2 * config.rollout.prompts * config.rollout.rollouts * config.rollout.new_tokens * 2 * 128 * 2 / 4
+    assert caches <= result["decode"]["aliased_bytes"] < 1.02 * caches
+    assert (tmp_path / "scale_up.png").stat().st_size > 10_000
+    said = capsys.readouterr()
+    assert "all-reduce" in said.err
+    assert said.out == ""
+
+
+def test_what_finds_no_room_says_how_much_it_needs():
+    target = chips.target("v5e:2x2")
+    mesh = mesh_lib.make_mesh({"data": 4}, target.devices)
+    x = jax.ShapeDtypeStruct((65536,), jnp.float32, sharding=NamedSharding(mesh, P()))
+    program = programs.Program("sort", lambda x: jnp.sort(jnp.sin(x[:, None] * x[None]), axis=0)[7], (x,), (), None, 1)
+    m = measure(program, mesh, target)
+    assert "exceeds available HBM" in m.refused
+    assert (m.arguments, m.fits(-10.0)) == (65536 * 4, False)
+    assert m.temporaries >= 65536 * 65536 * 4
+    assert m.json(0.05)["free_hbm_fraction"] < -0.5
+
+
+def test_the_smallest_pod_that_holds_all(config, tmp_path, monkeypatch):
+    config.topology, config.chip = "smallest", "v5e"
+
+    def pretend(program, mesh, target):
+        needs = int(1.9 * target.hbm) if program.name == "prefill" else 0
+        return Measured(program.name, target.hbm, total=needs * 4 // len(target.devices))
+
+    monkeypatch.setattr(scale_up, "measure", pretend)
+    result = scale_up.run(config, tmp_path)
+    assert (result["topology"], result["prefill"]["fits"]) == ("v5e:2x4", 1)
+    assert list(result["tried"]) == ["v5e:2x2", "v5e:2x4"]
+    assert result["tried"]["v5e:2x2"] == "prefill does not fit: 30.4 of 16.0 GiB a device"
+
+    monkeypatch.setattr(scale_up, "measure", lambda p, _, t: dataclasses.replace(pretend(p, _, t), total=2 * t.hbm))
+    with pytest.raises(UserError, match=r"no v5e slice holds tiny: .*v5e:4x4: train.policies x train.rows is 4 rows"):
+        scale_up.run(config, tmp_path)
+
+
+def test_weights_that_do_not_fit_are_not_compiled(config, tmp_path, monkeypatch):
+    config.topology, config.chip = "smallest", "v5e"
+    monkeypatch.setitem(chips.CHIPS, "v5e", dataclasses.replace(chips.CHIPS["v5e"], hbm=1 << 20, slices=("2x2",)))
+    monkeypatch.setattr(scale_up, "measure", None)
+    with pytest.raises(UserError, match=r"v5e:2x2: does not fit: weights alone"):
+        scale_up.run(config, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"topology": "v5e:3x3"}, "topology is 'v5e:3x3'; choose one of: v4:2x2x1, "),
+        ({"topology": "smallest", "chip": "v9"}, "chip is 'v9'"),
+        ({"mesh.fsdp": 3}, "mesh .* needs 6 devices but 4 are here"),
+        ({"mesh.tensor": 1, "mesh.fsdp": 1, "mesh.expert": 1, "mesh.data": -1, "rollout.prompts": 6}, "rollout.prompts is 6 rows"),
+        ({"rollout.adapters": 3}, "rollout.prompts is 4; expected a multiple of rollout.adapters, 3"),
+        ({"model.num_key_value_heads": 1, "model.head_dim": 129}, "does not divide dimension 'kv_heads'"),
+        ({"adapter.targets": ("q", "z")}, "target 'z' is not a projection"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_mistakes_are_named(config, tmp_path, monkeypatch, changes, message):
+    monkeypatch.setattr(scale_up, "measure", lambda program, mesh, target: Measured(program.name, target.hbm))
+    config.update_from_flattened_dict(changes)
+    with pytest.raises(UserError, match=message):
+        scale_up.run(config, tmp_path)
+
+
+def test_adapters_split_as_the_base_does(config, mesh8):
+    plan = programs.Plan(
+        from_hf(config.model.to_dict()), mesh8, jnp.bfloat16, scale_up.AdapterConfig(4, targets=("q", "down", "embed", "unembed"))
+    )
+    assert {path: tuple(s.spec) for path, s in plan.factors.items()} == {
+        "dense/attn/q/a": (None, None, None, "fsdp"),
+        "dense/attn/q/b": (None, None, None, "tensor"),
+        "dense/mlp/down/a": (None, None, None, "tensor"),
+        "dense/mlp/down/b": (None, None, None, "fsdp"),
+        "embed/a": (None, None, None, "tensor"),
+        "embed/b": (None, None, None, "fsdp"),
+        "unembed/a": (None, None, None, "fsdp"),
+        "unembed/b": (None, None, None, "tensor"),
+    }
+    shape = programs.TrainShape(3, 4, 64, 32)
+    train, optim = plan.training(shape)
+    state = train.args[1]
+    whole = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
+    assert whole / 2 <= programs.device_bytes(state) < 0.55 * whole  # fsdp or tensor, two ways each
