@@ -11,3 +11,4 @@ JOBS = {
     "score": "mint_jax.jobs.score",
     "bench": "mint_jax.jobs.bench",
 }
+ALONE = ("export", "import", "bench")  # run in one process: files in, files out, or a measurement of one machine
