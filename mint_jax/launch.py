@@ -71,13 +71,13 @@ def cli() -> None:
     except UserError as error:
         which = f" in process {multihost.index()}" if multihost.count() > 1 else ""
         print(f"error{which}: {error}", file=sys.stderr)
-        multihost.leave(2)
+        multihost.leave(2, str(error))
         sys.exit(2)
-    except (Exception, KeyboardInterrupt):
+    except (Exception, KeyboardInterrupt) as error:
         if multihost.count() == 1:
             raise
         traceback.print_exc()
-        multihost.leave(1)
+        multihost.leave(1, repr(error))
 
 
 if __name__ == "__main__":

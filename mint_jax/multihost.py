@@ -11,10 +11,12 @@ Environment variables, for machines that JAX does not recognise: ``MINT_COORDINA
 
 import functools
 import hashlib
+import itertools
 import json
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -26,13 +28,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mint_jax.errors import UserError
 
 VARIABLES = ("MINT_COORDINATOR", "MINT_PROCESSES", "MINT_PROCESS")
-POLL_S = 60  # how long one wait for process 0 lasts; there is no limit on their number, a reward may take hours
+POLL_S = 5  # how often a waiting process looks whether another has failed; there is no limit on the wait, a reward may take hours
 LEAVE_S = 10  # how long a failing process waits for others that fail with it
-FORGET_EVERY = 1024  # agreements kept in the coordinator's memory
+BARRIER_S = 3600  # how long processes wait for the slowest
+FORGET_EVERY = 1024  # of the agreements in the coordinator's memory, those before the last so many are dropped
+FAILED = "mint/failed"
 
 T = TypeVar("T")
-_agreed = 0  # agreements so far, the same number in every process
-_barriers = 0
+_agreements, _meetings = itertools.count(), itertools.count()  # they name keys and barriers: the same in every process
 
 
 def join(environment: Mapping[str, str] = os.environ, detect: bool = False, timeout_s: int = 300) -> None:
@@ -44,7 +47,8 @@ def join(environment: Mapping[str, str] = os.environ, detect: bool = False, time
         timeout_s: seconds to wait for the others.
 
     Raises:
-        UserError: variables that are missing or wrong, nothing to detect, or processes that do not come.
+        UserError: variables that are missing or wrong, nothing to detect, no way to the coordinator. Where the others do not
+            come, the process prints one line and ends with status 2: JAX does not return from that wait.
     """
     settings = _settings(environment)
     if settings is None and not detect:
@@ -62,20 +66,35 @@ def join(environment: Mapping[str, str] = os.environ, detect: bool = False, time
         if host in ("localhost", "127.0.0.1"):  # JAX would listen on every interface
             options["coordinator_bind_address"] = f"127.0.0.1:{port}"
     logging.getLogger("jax._src.distributed").setLevel(logging.ERROR)
+    where = "the detected cluster" if settings is None else f"{settings[0]} as process {settings[2]} of {settings[1]}"
+    # JAX aborts the process, with a stack trace, when its own timeout is over: be there first, with a sentence.
+    watch = threading.Timer(timeout_s, _give_up, [_not_joined(where, f"the others did not come in {timeout_s} s")])
+    watch.daemon = True
+    watch.start()
     try:
-        jax.distributed.initialize(**options, initialization_timeout=timeout_s)
+        jax.distributed.initialize(**options, initialization_timeout=timeout_s + 60)
     except ValueError as error:  # JAX names the first value that it could not find
         raise UserError(
-            f"--distributed found no TPU pod, SLURM or MPI job here ({error}): set {', '.join(VARIABLES)} on every host, "
+            f"--distributed found no TPU pod, SLURM or MPI job here ({str(error).rstrip('.')}): set {', '.join(VARIABLES)} on every host, "
             "or leave --distributed out for a single process"
         ) from None
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        where = "the detected cluster" if settings is None else f"{settings[0]} as process {settings[2]} of {settings[1]}"
-        raise UserError(
-            f"could not join {where} within {timeout_s} s ({reason}): start every process with the same MINT_COORDINATOR and "
-            "MINT_PROCESSES and a MINT_PROCESS of its own, and see that the coordinator's port is free and reachable"
-        ) from None
+        raise UserError(_not_joined(where, str(error).splitlines()[0])) from None
+    finally:
+        watch.cancel()
+    require_same("the number of processes", count)
+
+
+def _not_joined(where: str, reason: str) -> str:
+    return (
+        f"could not join {where} ({reason}): start every process with the same MINT_COORDINATOR and MINT_PROCESSES and a "
+        "MINT_PROCESS of its own, and see that the coordinator's port is free and reachable"
+    )
+
+
+def _give_up(message: str) -> None:
+    print(f"error: {message}", file=sys.stderr, flush=True)
+    os._exit(2)
 
 
 def _settings(environment: Mapping[str, str]) -> tuple[str, int, int] | None:
@@ -131,14 +150,12 @@ def agree(name: str, make: Callable[[], T]) -> T:
     """
     if count() == 1:
         return make()
-    global _agreed
-    number, _agreed = _agreed, _agreed + 1
-    epoch = number // FORGET_EVERY
-    if number % FORGET_EVERY == 0 and epoch > 0:
+    number = next(_agreements)
+    if number and number % FORGET_EVERY == 0:
         barrier("forget")  # now nobody waits for an old one
         if is_main():
-            _client().key_value_delete(f"mint/{epoch - 1}")
-    key = f"mint/{epoch}/{number}"
+            _client().key_value_delete(f"mint/{number // FORGET_EVERY - 1}")
+    key = f"mint/{number // FORGET_EVERY}/{number}"
     return _decide(key, name, make) if is_main() else _hear(key, name)
 
 
@@ -156,13 +173,7 @@ def _decide(key: str, name: str, make: Callable[[], T]) -> T:
 
 
 def _hear(key: str, name: str) -> Any:
-    while True:
-        try:
-            message = json.loads(_client().blocking_key_value_get(key, POLL_S * 1000))
-            break
-        except jax.errors.JaxRuntimeError as error:
-            if "DEADLINE_EXCEEDED" not in str(error):
-                raise
+    message = json.loads(_wait_for(key))
     if message["name"] != name:
         raise RuntimeError(f"process {index()} asks for {name!r} where process 0 decided {message['name']!r}: their programs differ")
     if "mistake" in message:
@@ -172,26 +183,53 @@ def _hear(key: str, name: str) -> Any:
     return message["value"]
 
 
+def _wait_for(key: str) -> str:
+    """The value of a key, once another process has set it."""
+    while True:
+        try:
+            return _client().blocking_key_value_get(key, POLL_S * 1000)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+        if failed := _client().key_value_dir_get(FAILED):
+            raise RuntimeError(f"another process failed: {failed[0][1]}")
+
+
 def require_same(what: str, make: Callable[[], Any]) -> None:
-    """Compares what every process made of its own files and options; ``make`` returns anything that JSON holds.
+    """Compares what every process made of its own files and options.
+
+    Args:
+        what: its name in the error.
+        make: returns anything that JSON holds; not called in a single process.
 
     Raises:
-        UserError: on each process that has something else than process 0.
+        UserError: in every process, naming the first that differs from process 0.
     """
     if count() == 1:
         return
-    mine = hashlib.sha256(json.dumps(make(), sort_keys=True).encode()).hexdigest()
-    if agree(what, lambda: mine) != mine:
-        raise UserError(f"{what} of process {index()} is not that of process 0: give every host the same command, files and seeds")
+    number = next(_meetings)
+    digest = hashlib.sha256(json.dumps(make(), sort_keys=True).encode()).hexdigest()
+    if not is_main():
+        _client().key_value_set(f"mint/same/{number}/{index()}", digest)
+
+    def compare() -> None:
+        for other in range(1, count()):
+            if _wait_for(f"mint/same/{number}/{other}") != digest:
+                raise UserError(
+                    f"{what} of process {other} differs from that of process 0: give every host the same command, files and seeds"
+                )
+
+    agree(what, compare)
 
 
-def barrier(name: str, timeout_s: int = 3600) -> None:
-    """Returns once every process is here; all must come in the same order."""
-    if count() == 1:
-        return
-    global _barriers
-    _barriers += 1
-    _client().wait_at_barrier(f"mint/{name}/{_barriers}", timeout_s * 1000)
+def barrier(name: str) -> None:
+    """Returns once every process is here; all must come in the same order.
+
+    Raises:
+        JaxRuntimeError: one did not come within ``BARRIER_S`` seconds.
+    """
+    if count() > 1:
+        _client().wait_at_barrier(f"mint/{name}/{next(_meetings)}", BARRIER_S * 1000)
 
 
 def to_host(tree: Any) -> Any:
@@ -226,17 +264,18 @@ def replicate(tree: Any, mesh: Any) -> Any:
     return jax.tree.map(put, tree)
 
 
-def leave(status: int) -> None:
+def leave(status: int, reason: str) -> None:
     """Ends a failed process where there are several; returns in a single one.
 
     An ordinary exit would wait for the others, which may be waiting for this one. Those that fail for the same reason are
-    given ``LEAVE_S`` seconds to say so; the rest lose their connection and end.
+    given ``LEAVE_S`` seconds to say so; the rest hear the reason where they next wait, or lose their connection, and end too.
     """
     if count() == 1:
         return
     sys.stdout.flush()
     sys.stderr.flush()
     try:
+        _client().key_value_set(f"{FAILED}/{index()}", f"process {index()}: {reason}")
         _client().wait_at_barrier("mint/leave", LEAVE_S * 1000)
     finally:
         os._exit(status)
