@@ -42,8 +42,10 @@ def main(argv: list[str]) -> None:
     workdir = Path(_WORKDIR.value or Path("runs") / name)
     host.keep_freed_memory()
     multihost.join(detect=_DISTRIBUTED.value)
-    if multihost.count() > 1 and config.job in ALONE:
-        raise UserError(f"job {config.job!r} runs in one process, and {multihost.count()} have joined: start it on one host alone")
+    if multihost.count() > 1:
+        host.keep_stdout()
+        if config.job in ALONE:
+            raise UserError(f"job {config.job!r} runs in one process, and {multihost.count()} have joined: start it on one host alone")
     host.use_compilation_cache(cache_dir() / "compiled")
     job = importlib.import_module(JOBS[config.job])
     finish(job.run(config, workdir), workdir)

@@ -253,7 +253,7 @@ def metrics_of(workdir: Path) -> dict[tuple[int, str], dict[str, float]]:
     return out
 
 
-@pytest.mark.slow  # six compiled programs for two policies, in two processes and in one: minutes
+@pytest.mark.slow  # every program is compiled for two processes and for one
 @pytest.mark.parametrize("schedule", ["overlapped", "batched"])
 def test_grpo_on_two_processes_resumed_is_grpo_on_one(schedule, tmp_path):
     (tmp_path / "varied.py").write_text(ENVIRONMENT)
@@ -266,6 +266,7 @@ def test_grpo_on_two_processes_resumed_is_grpo_on_one(schedule, tmp_path):
         policy.env = {"name": "varied:make"}
         # eps 1 makes the update nearly proportional to the gradient; the usual 1e-8 would blow up the rounding of gradients near 0
         policy.optimizer = {"learning_rate": 0.1, "eps": 1.0}
+    config.policies.ppo.adapter.rank = 3  # in the bucket of cispo's 4: the policies share their programs
     (tmp_path / "config.json").write_text(config.to_json_best_effort())
     (tmp_path / "config.py").write_text(
         "import json, pathlib\nfrom ml_collections import ConfigDict\n"
@@ -275,12 +276,12 @@ def test_grpo_on_two_processes_resumed_is_grpo_on_one(schedule, tmp_path):
     def run(processes: int, steps: int, workdir: Path) -> dict:
         command = ["-m", "mint_jax.launch", f"--config={tmp_path / 'config.py'}", f"--workdir={workdir}", f"--config.steps={steps}"]
         path = f"{tmp_path}{os.pathsep}{ROOT}"
-        ended = together([command] * processes, tmp_path / "processes", 400, PYTHONPATH=path)
+        ended = together([command] * processes, tmp_path / "processes", 900, PYTHONPATH=path)
         assert [e.status for e in ended] == [0] * processes
         for silent in ended[1:]:
             assert silent.out == ""
             assert "[grpo]" not in silent.err
-        result = json.loads(ended[0].out.splitlines()[-1])
+        result = json.loads(ended[0].out)
         assert json.loads((workdir / "result.json").read_text()) == result
         return {p["name"]: p["revision"] for p in result["policies"]}
 
