@@ -104,6 +104,8 @@ def open_base(config: Config) -> Base:
         raise UserError(
             f"these devices belong to {jax.process_count()} processes, of which {multihost.count()} joined: start all with --distributed"
         )
+    if jax.process_index() != multihost.index():
+        raise UserError(f"MINT_PROCESS is {multihost.index()} on host {jax.process_index()} of this slice: use --distributed in its place")
     devices = mesh.make_mesh(dict(config.get("mesh", {})) or {"data": -1})
     began, progress = time.monotonic(), None
 
