@@ -266,6 +266,7 @@ def test_grpo_on_two_processes_resumed_is_grpo_on_one(schedule, tmp_path):
         policy.env = {"name": "varied:make"}
         # eps 1 makes the update nearly proportional to the gradient; the usual 1e-8 would blow up the rounding of gradients near 0
         policy.optimizer = {"learning_rate": 0.1, "eps": 1.0}
+    config.policies.cispo.sampling.stop = ("e", "a")
     config.policies.ppo.adapter.rank = 3  # in the bucket of cispo's 4: the policies share their programs
     (tmp_path / "config.json").write_text(config.to_json_best_effort())
     (tmp_path / "config.py").write_text(
