@@ -2,8 +2,8 @@
 
 Every process runs the same code and makes the same device calls in the same order; JAX asks no more. What could differ from
 host to host (rewards, which phase is next, when to stop) is decided by process 0 and heard by the others through ``agree``,
-over the coordinator's key-value store: no device is involved and nothing compiles. Files are written by process 0 only, on a
-folder that all hosts share. In a single process all of this does nothing.
+over the coordinator's key-value store: no device is involved and nothing compiles. Files are written by process 0, checkpoints by
+all together, on a folder that all hosts share. In a single process all of this does nothing.
 
 Environment variables, for machines that JAX does not recognise: ``MINT_COORDINATOR`` (host:port of process 0),
 ``MINT_PROCESSES`` (how many), ``MINT_PROCESS`` (which one this is, from 0).
