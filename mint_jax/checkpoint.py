@@ -2,6 +2,8 @@
 
 A checkpoint is a tree of arrays and one JSON value, committed together. ``save`` returns once the arrays are copied off
 the devices; ``wait`` returns once everything is on disk. A crash at any moment leaves the checkpoints committed before.
+
+Where several processes run, all make the same calls in the same order, on one shared folder; each writes its own shards.
 """
 
 import errno
@@ -12,6 +14,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from mint_jax import multihost
 from mint_jax.errors import UserError
 
 
@@ -79,14 +82,17 @@ class Checkpoints:
             or "RESOURCE_EXHAUSTED" in str(error)
         )
         remedy = "free disk space or set --workdir to a larger disk" if full else "check that the folder is writable"
-        last = self.latest()
+        last = self._newest()
         kept = f"step {last} is the last valid checkpoint" if last is not None else "no checkpoint was written yet"
         return UserError(
             f"saving a checkpoint in {self.directory} failed ({reason}): {remedy}, then start again with the same command; {kept}"
         )
 
     def latest(self) -> int | None:
-        """The newest committed step, or None."""
+        """The newest committed step, or None: what process 0 sees of the folder."""
+        return multihost.agree("newest checkpoint", self._newest)
+
+    def _newest(self) -> int | None:
         return max((s for s in self._manager.all_steps() if (self.directory / f"step_{s}" / "commit_success.txt").exists()), default=None)
 
     def restore(self, arrays: Any, step: int | None = None) -> tuple[int, Any, Any]:

@@ -40,6 +40,14 @@ def use_compilation_cache(directory: str | Path) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
+def keep_stdout() -> None:
+    """Keeps native libraries off stdout, which belongs to the result: gloo, for one, reports every connection there."""
+    sys.stdout.flush()
+    mine = os.dup(1)
+    os.dup2(2, 1)
+    sys.stdout = os.fdopen(mine, "w", buffering=1)
+
+
 def rss_bytes() -> int:
     """Resident memory of this process now."""
     import psutil

@@ -1,25 +1,30 @@
 """``python -m mint_jax.launch --config=configs/<...>.py --workdir=DIR``: runs the job that the config names.
 
 ``--config.x=y`` overrides a setting; a misspelt one is an error. The resolved config is saved beside the results.
+
+On several hosts the same command runs on every one: with ``--distributed`` where JAX finds the others by itself, elsewhere with
+the three environment variables of ``multihost``.
 """
 
 import importlib
 import logging
 import sys
+import traceback
 from pathlib import Path
 
 import absl.logging
 from absl import app, flags
 from ml_collections import config_flags
 
-from mint_jax import host
+from mint_jax import host, multihost
 from mint_jax.errors import UserError, choice
-from mint_jax.jobs import JOBS
+from mint_jax.jobs import ALONE, JOBS
 from mint_jax.jobs.common import finish
 from mint_jax.models.base import cache_dir
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Path of a config file, with an optional ':argument'.", lock_config=True)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for checkpoints, metrics and results; runs/<config name> by default.")
+_DISTRIBUTED = flags.DEFINE_bool("distributed", False, "Join the other hosts of the TPU pod, SLURM or MPI job that this runs in.")
 
 
 def main(argv: list[str]) -> None:
@@ -36,9 +41,15 @@ def main(argv: list[str]) -> None:
     name = file.stem
     workdir = Path(_WORKDIR.value or Path("runs") / name)
     host.keep_freed_memory()
+    multihost.join(detect=_DISTRIBUTED.value)
+    if multihost.count() > 1:
+        host.keep_stdout()
+        if config.job in ALONE:
+            raise UserError(f"job {config.job!r} runs in one process, and {multihost.count()} have joined: start it on one host alone")
     host.use_compilation_cache(cache_dir() / "compiled")
     job = importlib.import_module(JOBS[config.job])
     finish(job.run(config, workdir), workdir)
+    multihost.barrier("end")
 
 
 def _parse(argv: list[str]) -> list[str]:
@@ -60,8 +71,15 @@ def cli() -> None:
     try:
         app.run(main, flags_parser=_parse)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        which = f" in process {multihost.index()}" if multihost.count() > 1 else ""
+        print(f"error{which}: {error}", file=sys.stderr)
+        multihost.leave(2, str(error))
         sys.exit(2)
+    except (Exception, KeyboardInterrupt) as error:
+        if multihost.count() == 1:
+            raise
+        traceback.print_exc()
+        multihost.leave(1, repr(error))
 
 
 if __name__ == "__main__":

@@ -1,10 +1,16 @@
-"""What a run leaves to read: JSONL rows, TensorBoard scalars, progress lines with a rate and the time left."""
+"""What a run leaves to read: JSONL rows, TensorBoard scalars, progress lines with a rate and the time left.
+
+Where several processes run, the first writes and prints; in the others the same calls do nothing.
+"""
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
 from typing import Any, TextIO
+
+from mint_jax import multihost
 
 
 class MetricsWriter:
@@ -17,9 +23,9 @@ class MetricsWriter:
 
     def __init__(self, directory: str | Path, tensorboard: bool = True):
         self.path = Path(directory) / "metrics.jsonl"
-        self._file = self.path.open("a", buffering=1)
+        self._file = (self.path if multihost.is_main() else Path(os.devnull)).open("a", buffering=1)
         self._board = None
-        if tensorboard:
+        if tensorboard and multihost.is_main():
             from tensorboardX import SummaryWriter
 
             self._board = SummaryWriter(str(Path(directory) / "tensorboard"), write_to_disk=True)
@@ -67,6 +73,8 @@ class Progress:
 
     def update(self, done: int, detail: str = "") -> None:
         now = time.monotonic()
+        if not multihost.is_main():
+            return
         if done < self.total and now - self._last < self.every:
             return
         self._last = now

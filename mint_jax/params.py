@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 Tree = Any  # a nested dict of arrays, specs or shardings
 
@@ -110,8 +109,3 @@ def count(specs: Tree) -> int:
 def nbytes(tree: Tree) -> int:
     """Bytes of a tree of specs or arrays."""
     return sum(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
-
-
-def to_host(tree: Tree) -> Tree:
-    """Copies a tree of arrays to numpy."""
-    return jax.tree.map(np.asarray, jax.device_get(tree))

@@ -86,12 +86,3 @@ def test_abstract_trees_carry_shape_dtype_and_sharding():
         assert (leaf.shape, leaf.dtype) == ((64, 32), jnp.bfloat16)
     assert plain["embed"]["w"].sharding is None
     assert placed["embed"]["w"].sharding.shard_shape((64, 32)) == (32, 16)
-
-
-def test_to_host_gathers_what_is_sharded(rng):
-    values = {"w": rng.normal(size=(64, 32)).astype(np.float32)}
-    mesh = make_mesh({"fsdp": 4, "tensor": 2})
-    array = jax.device_put(values, shardings({"w": ParamSpec((64, 32), ("vocab", "embed"))}, mesh))
-    host = params_lib.to_host(array)
-    assert isinstance(host["w"], np.ndarray)
-    np.testing.assert_array_equal(host["w"], values["w"])

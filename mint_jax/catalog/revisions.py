@@ -5,7 +5,7 @@ entry ``schema`` that says base, rank, scale rule, targets and dtype. Its sha256
 covers payload, schema and base, the same adapter always has the same digest, and loading verifies.
 
 A revision is a directory ``<root>/<digest>`` committed by Orbax: written beside its place, synced, then renamed. It is
-there whole or not at all.
+there whole or not at all. Where several processes run, any one of them may write without the others.
 """
 
 import dataclasses
@@ -24,6 +24,7 @@ from etils import epath
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save as save_safetensors
 
+from mint_jax import multihost
 from mint_jax import params as params_lib
 from mint_jax.errors import UserError
 from mint_jax.lora.tree import AdapterConfig
@@ -150,7 +151,11 @@ class RevisionStore:
             return digest
         mine = self.root / f".{digest[:16]}-{uuid.uuid4().hex}"  # every writer has its own: Orbax stages beside this name
         try:
-            with ocp.Checkpointer(_PackedHandler()) as checkpointer:
+            # By default Orbax waits for all processes and all devices; here one process writes, in a thread beside the training.
+            alone = ocp.options.MultiprocessingOptions(
+                primary_host=multihost.index(), active_processes={multihost.index()}, barrier_sync_key_prefix=mine.name
+            )
+            with ocp.Checkpointer(_PackedHandler(), multiprocessing_options=alone) as checkpointer:
                 checkpointer.save(mine, args=_PackedSave(data))
             if place.exists() and not self._holds(digest):  # damaged: make room
                 place.rename(mine.with_suffix(".damaged"))

@@ -12,3 +12,4 @@ JOBS = {
     "bench": "mint_jax.jobs.bench",
     "scale_up": "mint_jax.jobs.scale_up",
 }
+ALONE = ("export", "import", "bench")  # run in one process: files in, files out, or a measurement of one machine

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from mint_jax import multihost
 from mint_jax.catalog import revisions
 from mint_jax.errors import UserError
 from mint_jax.jobs.common import say
@@ -53,4 +54,5 @@ def make_resident(paths: Iterable[str | None], base: Base) -> tuple[Stacks, dict
     for path in dict.fromkeys(p for p in paths if p):
         adapter, config = read_adapter(path, base)
         loaded[path] = (config, adapter)
-    return lora_tree.stack_adapters(transformer.abstract(base.cfg), loaded)
+    stacks, slots = lora_tree.stack_adapters(transformer.abstract(base.cfg), loaded)
+    return multihost.replicate(stacks, base.mesh), slots

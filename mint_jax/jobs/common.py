@@ -1,4 +1,7 @@
-"""What every job does first: claim the workdir, open the base, and turn config sections into dataclasses."""
+"""What every job does first: claim the workdir, open the base, and turn config sections into dataclasses.
+
+Where several processes run, all of them run the job; the first alone speaks and writes.
+"""
 
 import dataclasses
 import json
@@ -8,7 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mint_jax import host, mesh
+import jax
+
+from mint_jax import host, mesh, multihost
 from mint_jax.errors import UserError
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.metrics import Progress
@@ -24,11 +29,14 @@ FREE_TO_CHANGE = ("steps", "export_every", "checkpoint", "log_every", "reward_wo
 
 def say(message: str) -> None:
     """A line for the person watching; results go to stdout, everything else to stderr."""
-    print(message, file=sys.stderr, flush=True)
+    if multihost.is_main():
+        print(message, file=sys.stderr, flush=True)
 
 
 def finish(result: dict[str, Any], workdir: Path) -> None:
     """Writes ``result.json`` and prints the same object as the last line."""
+    if not multihost.is_main():
+        return
     text = json.dumps(result)
     (workdir / "result.json").write_text(text + "\n")
     print(text, flush=True)
@@ -40,6 +48,11 @@ def save_config(config: Config, workdir: Path) -> None:
     Raises:
         UserError: the workdir cannot be written.
     """
+    multihost.require_same("the config", lambda: _plain(config))
+    multihost.agree("config.json", lambda: _write_config(config, workdir))
+
+
+def _write_config(config: Config, workdir: Path) -> None:
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         staging = workdir / ".config.tmp"
@@ -55,9 +68,7 @@ def claim_workdir(config: Config, workdir: Path) -> None:
     Raises:
         UserError: the workdir holds another run's config.
     """
-    path = workdir / "config.json"
-    if path.is_file():
-        _refuse_other_config(json.loads(path.read_text()), _plain(config), workdir)
+    multihost.agree("workdir", lambda: _refuse_other_config(workdir / "config.json", _plain(config), workdir))
     save_config(config, workdir)
 
 
@@ -65,13 +76,16 @@ def _plain(config: Config) -> dict[str, Any]:
     return json.loads(config.to_json_best_effort())
 
 
-def _refuse_other_config(theirs: dict[str, Any], mine: dict[str, Any], workdir: Path) -> None:
+def _refuse_other_config(path: Path, mine: dict[str, Any], workdir: Path) -> None:
+    if not path.is_file():
+        return
+
     def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
         if not isinstance(tree, dict):
             return {prefix: tree}
         return {k: v for name, child in tree.items() for k, v in flat(child, f"{prefix}.{name}" if prefix else name).items()}
 
-    old, new = flat(theirs), flat(mine)
+    old, new = flat(json.loads(path.read_text())), flat(mine)
     for key in sorted(old.keys() | new.keys()):
         if key.split(".")[0] not in FREE_TO_CHANGE and old.get(key) != new.get(key):
             raise UserError(
@@ -81,7 +95,17 @@ def _refuse_other_config(theirs: dict[str, Any], mine: dict[str, Any], workdir: 
 
 
 def open_base(config: Config) -> Base:
-    """Builds the mesh and loads the base, with progress."""
+    """Builds the mesh and loads the base, with progress.
+
+    Raises:
+        UserError: the devices belong to more processes than have joined, or these have different bases.
+    """
+    if jax.process_count() != multihost.count():
+        raise UserError(
+            f"these devices belong to {jax.process_count()} processes, of which {multihost.count()} joined: start all with --distributed"
+        )
+    if jax.process_index() != multihost.index():
+        raise UserError(f"MINT_PROCESS is {multihost.index()} on host {jax.process_index()} of this slice: use --distributed in its place")
     devices = mesh.make_mesh(dict(config.get("mesh", {})) or {"data": -1})
     began, progress = time.monotonic(), None
 
@@ -91,8 +115,10 @@ def open_base(config: Config) -> Base:
         progress.update(done, "bytes")
 
     base = base_lib.load(config.base, devices, config.get("dtype", "float32"), report, config.get("quantise", ""))
+    multihost.require_same("the base", lambda: base.fingerprint)
+    processes = f" of {multihost.count()} processes" if multihost.count() > 1 else ""
     say(
-        f"base {base.name}: {base.nbytes / 1e6:.0f} MB on {devices.size} device(s) in {time.monotonic() - began:.1f} s, "
+        f"base {base.name}: {base.nbytes / 1e6:.0f} MB on {devices.size} device(s){processes} in {time.monotonic() - began:.1f} s, "
         f"resident {host.rss_bytes() / 1e9:.2f} GB"
     )
     return base

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mint_jax import host, metrics
+from mint_jax import host, metrics, multihost
 from mint_jax.data.order import epoch_indices
 from mint_jax.envs import env as env_lib
 from mint_jax.envs.env import Environment, Example
@@ -97,6 +97,7 @@ def members_of(config: Config, base: Base) -> list[Member]:
         members.append(Member(name, environment, sampling, int(section.get("seed", config.seed * 1000 + i)), prompts, held_out))
     if not members:
         raise UserError("policies is empty: give the config at least one policy")
+    multihost.require_same("the prompts", lambda: [[m.prompts, m.held_out] for m in members])
     return members
 
 
@@ -110,7 +111,10 @@ class Rollout:
 
 
 class ConcurrentGrpo:
-    """The three phases of a step for any subset of the policies."""
+    """The three phases of a step for any subset of the policies.
+
+    Where several processes run, all of them sample and update; the first alone draws the prompts and computes rewards.
+    """
 
     def __init__(self, config: Config, base: Base):
         self.config, self.base = config, base
@@ -127,14 +131,13 @@ class ConcurrentGrpo:
         """Samples all these policies' prompts in one engine call."""
         out = {name: Rollout([], [], []) for name in names}
         requests, owners = [], []
+        order = multihost.agree("data order", lambda: {name: self._draw(name, step) for name in names})
         for name in names:
             m = self.members[name]
-            chosen = epoch_indices(len(m.prompts), m.sampling.prompts, m.seed, step)
-            seeds = np.random.SeedSequence([m.seed, step]).generate_state(len(chosen))
-            for index, seed in zip(chosen, seeds):
+            for index, seed in order[name]:
                 adapter, prompt = self.trainer.slots[name], tuple(m.prompts[index])
                 requests.append(
-                    m.sampling.request(prompt=prompt, adapter=adapter, n=m.sampling.group_size, seed=int(seed), stop_ids=self.stop_ids)
+                    m.sampling.request(prompt=prompt, adapter=adapter, n=m.sampling.group_size, seed=seed, stop_ids=self.stop_ids)
                 )
                 out[name].examples.append(m.env.train[index])
                 out[name].prompts.append(m.prompts[index])
@@ -144,14 +147,25 @@ class ConcurrentGrpo:
             self.tokens += sum(len(c.tokens) for c in completions)
         return out
 
+    def _draw(self, name: str, step: int) -> list[tuple[int, int]]:
+        """Which prompts a policy samples in a step, and the seed of each."""
+        m = self.members[name]
+        chosen = epoch_indices(len(m.prompts), m.sampling.prompts, m.seed, step)
+        seeds = np.random.SeedSequence([m.seed, step]).generate_state(len(chosen))
+        return list(zip(chosen, seeds.tolist()))
+
     def reward(self, name: str, rollout: Rollout) -> tuple[Rollout, np.ndarray]:
-        """Rewards ``[Q, G]`` of a rollout, in a worker thread."""
+        """Rewards ``[Q, G]`` of a rollout, in a worker thread; none but on process 0, whose rewards ``update`` uses everywhere."""
+        if not multihost.is_main():
+            return rollout, np.zeros((0, 0))
         env = self.members[name].env
         rows = [[checked_reward(name, env, c, e) for c in group] for e, group in zip(rollout.examples, rollout.completions)]
         return rollout, np.array(rows, np.float64)
 
     def update(self, scored: dict[str, tuple[Rollout, np.ndarray]]) -> dict[str, dict[str, float]]:
         """One or more optimizer updates of these policies from their scored rollouts; metrics per policy."""
+        agreed = multihost.agree("rewards", lambda: {name: rewards.tolist() for name, (_, rewards) in scored.items()})
+        scored = {name: (rollout, np.array(agreed[name], np.float64)) for name, (rollout, _) in scored.items()}
         groups = {name: rollout_groups(self.members[name].sampling, *scored[name]) for name in scored}
         out: dict[str, dict[str, float]] = {}
         for k in range(max(self.members[n].sampling.updates for n in scored)):
@@ -174,13 +188,17 @@ class ConcurrentGrpo:
                 owners.append((name, i))
         progress = metrics.Progress("evaluating", len(requests))
         results = self.engine.generate(requests, self.trainer.stacks, lambda done, _: progress.update(done, "prompts"))
-        rewards: dict[str, list[float]] = {name: [] for name in self.members}
-        texts: dict[str, list[str]] = {name: [] for name in self.members}
-        for (name, i), completions in zip(owners, results):
-            env = self.members[name].env
-            rewards[name] += [checked_reward(name, env, c, env.held_out[i]) for c in completions]
-            texts[name].append(completions[0].text or "")
-        return {name: (float(np.mean(rewards[name])), texts[name]) for name in self.members}
+
+        def judge() -> dict[str, tuple[float, list[str]]]:
+            rewards: dict[str, list[float]] = {name: [] for name in self.members}
+            texts: dict[str, list[str]] = {name: [] for name in self.members}
+            for (name, i), completions in zip(owners, results):
+                env = self.members[name].env
+                rewards[name] += [checked_reward(name, env, c, env.held_out[i]) for c in completions]
+                texts[name].append(completions[0].text or "")
+            return {name: (float(np.mean(rewards[name])), texts[name]) for name in self.members}
+
+        return multihost.agree("held-out rewards", judge)
 
 
 def checked_reward(name: str, env: Environment, completion: Completion, example: Example) -> float:
@@ -263,10 +281,11 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
                 "revision": revisions[name],
             }
         )
-    report.policies_table(rows)
-    for name in names:
-        report.completions(name, job.members[name].env.held_out, before[name][1], after[name][1], 2)
-    report.reward_curves(history, {r["name"]: (r["reward_before"], r["reward_after"]) for r in rows}, workdir / "rewards.png")
+    if multihost.is_main():
+        report.policies_table(rows)
+        for name in names:
+            report.completions(name, job.members[name].env.held_out, before[name][1], after[name][1], 2)
+        report.reward_curves(history, {r["name"]: (r["reward_before"], r["reward_after"]) for r in rows}, workdir / "rewards.png")
     common.say(f"reward curves: {workdir / 'rewards.png'}; revisions: {workdir / 'revisions'}")
     return {
         "job": "grpo",

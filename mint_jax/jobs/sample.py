@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mint_jax import multihost
 from mint_jax.data.sources import read_rows, write_rows
 from mint_jax.errors import UserError
 from mint_jax.jobs import adapters, common
@@ -67,17 +68,15 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     engine = DenseEngine(base, base.tokenizer.decode if base.tokenizer is not None else None, config.get("max_rows", 64))
     results = engine.generate(requests, stacks, lambda done, _: progress.update(done, "prompts"))
     spent = time.monotonic() - began
-    write_rows(
-        output,
-        (
-            {
-                "id": row.get("id", n),
-                "prompt_tokens": list(request.prompt),
-                "completions": [{"tokens": c.tokens, "logprobs": c.logprobs, "text": c.text, "finish": c.finish} for c in completions],
-            }
-            for n, (row, request, completions) in enumerate(zip(rows, requests, results))
-        ),
+    lines = (
+        {
+            "id": row.get("id", n),
+            "prompt_tokens": list(request.prompt),
+            "completions": [{"tokens": c.tokens, "logprobs": c.logprobs, "text": c.text, "finish": c.finish} for c in completions],
+        }
+        for n, (row, request, completions) in enumerate(zip(rows, requests, results))
     )
+    multihost.agree("output", lambda: write_rows(output, lines))
     count = sum(len(c.tokens) for completions in results for c in completions)
     return {
         "job": "sample",

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mint_jax import multihost
 from mint_jax.data.sources import read_rows, write_rows
 from mint_jax.errors import UserError
 from mint_jax.jobs import adapters, common
@@ -44,13 +45,11 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     scorer = Scorer(base, config.get("max_tokens", 4096))
     scores = scorer.logprobs(sequences, chosen, stacks, lambda done, _: progress.update(done, "sequences"))
     spent = time.monotonic() - began
-    write_rows(
-        output,
-        (
-            {"id": row.get("id", n), "tokens": tokens, "logprobs": [None, *map(float, values)]}
-            for n, (row, tokens, values) in enumerate(zip(rows, sequences, scores))
-        ),
+    lines = (
+        {"id": row.get("id", n), "tokens": tokens, "logprobs": [None, *map(float, values)]}
+        for n, (row, tokens, values) in enumerate(zip(rows, sequences, scores))
     )
+    multihost.agree("output", lambda: write_rows(output, lines))
     count = sum(map(len, sequences))
     rate = round(count / spent, 1)
     return {"job": "score", "sequences": len(rows), "tokens": count, "adapters": len(slots), "tokens_per_s": rate, "output": str(output)}

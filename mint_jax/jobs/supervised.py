@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mint_jax import host
+from mint_jax import host, multihost
 from mint_jax.data.order import epoch_indices
 from mint_jax.data.sources import read_rows
 from mint_jax.envs import env as env_lib
@@ -71,6 +71,7 @@ def students_of(config: Config, base: Base, to_group: ToGroup, from_env: Callabl
         students[name] = Student(groups[0], groups[1], seed, int(section.get("batch_size", 8)))
     if not students:
         raise UserError("policies is empty: give the config at least one policy")
+    multihost.require_same("the data", lambda: {name: dataclasses.asdict(s) for name, s in students.items()})
     return students
 
 
@@ -115,9 +116,8 @@ def run(
         raise UserError(f"policies resume at different steps {sorted(first)}: the checkpoint is not of this job")
 
     for step in range(first.pop(), config.steps):
-        groups = {}
-        for name, s in students.items():
-            groups[name] = weighted([s.train[i] for i in epoch_indices(len(s.train), s.batch_size, s.seed, step)])
+        order = multihost.agree("data order", lambda step=step: _order(students, step))
+        groups = {name: weighted([s.train[i] for i in order[name]]) for name, s in students.items()}
         rows = trainer.update(groups)
         for name, row in rows.items():
             history[name].append(row[headline])
@@ -132,9 +132,15 @@ def run(
             measured |= {f"{key}_{when}": round(value, 4) for key, value in values[name].items()}
         rank = trainer.policies[name].adapter.rank
         rows.append({"name": name, "rank": rank, **measured, "adapter_bytes": run.adapter_bytes(name), "revision": revisions[name]})
-    columns = [c for c in rows[0] if c != "revision"]
-    report.table(f"{config.job}, held out", columns, [[r[c] for c in columns] for r in rows])
-    report.curves(history, headline, workdir / f"{headline}.png")
+    if multihost.is_main():
+        columns = [c for c in rows[0] if c != "revision"]
+        report.table(f"{config.job}, held out", columns, [[r[c] for c in columns] for r in rows])
+        report.curves(history, headline, workdir / f"{headline}.png")
     if any(math.isnan(v) for r in rows for v in r.values() if isinstance(v, float)):
         common.say("a metric is NaN: at least one policy diverged; lower its learning rate")
     return {"job": config.job, "wall_s": round(time.monotonic() - began, 1), "policies": rows, "rss_bytes": host.peak_rss_bytes()}
+
+
+def _order(students: dict[str, Student], step: int) -> dict[str, list[int]]:
+    """Which training examples each policy sees in a step."""
+    return {name: epoch_indices(len(s.train), s.batch_size, s.seed, step) for name, s in students.items()}

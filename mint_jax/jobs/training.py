@@ -1,7 +1,7 @@
 """The side of a training job that survives it: metrics, checkpoints, exported revisions, resuming, progress.
 
 Everything a step does follows from the config, its number and the adapters, so what must be saved is the training state
-and where each policy stands.
+and where each policy stands. Of several processes the first writes metrics and revisions; checkpoints are written by all.
 """
 
 import concurrent.futures
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mint_jax import metrics
+from mint_jax import metrics, multihost
 from mint_jax import params as params_lib
 from mint_jax.catalog.revisions import RevisionStore, Schema, pack
 from mint_jax.checkpoint import Checkpoints
@@ -46,7 +46,7 @@ class TrainingRun:
         self._exports: list[concurrent.futures.Future] = []
         self._saved = Checkpoints(workdir / "checkpoints", config.checkpoint.keep)
         self.resumed = self._restore()
-        metrics.truncate_rows(workdir / "metrics.jsonl", self.step)
+        multihost.agree("metrics.jsonl", lambda: metrics.truncate_rows(workdir / "metrics.jsonl", self.step))
         self._writer = metrics.MetricsWriter(workdir, config.get("tensorboard", True))
         self._progress = metrics.Progress(config.job, config.steps * len(self.step), done=sum(self.step.values()))
         self._due = min(self.step.values()) + config.checkpoint.every
@@ -100,7 +100,9 @@ class TrainingRun:
 
     def _export(self, names: Iterable[str], step: int) -> None:
         for name in names:  # the copy to the host is made now; packing and writing run beside the next step
-            self._exports.append(self._exporter.submit(self._write_revision, name, step, self.packed(name)))
+            data = self.packed(name)
+            if multihost.is_main():
+                self._exports.append(self._exporter.submit(self._write_revision, name, step, data))
 
     def _write_revision(self, name: str, step: int, data: bytes) -> str:
         digest = self.store.put(data)
@@ -119,9 +121,14 @@ class TrainingRun:
     def close(self) -> dict[str, str]:
         """Saves, waits for everything in flight, and returns each policy's final revision."""
         self.save()
-        for export in self._exports:
-            export.result()
-        final = {name: self.store.put(self.packed(name)) for name in self.trainer.policies}  # the last export, found again
+        packed = {name: self.packed(name) for name in self.trainer.policies}
+
+        def finish() -> dict[str, str]:
+            for export in self._exports:
+                export.result()
+            return {name: self.store.put(data) for name, data in packed.items()}  # the last export, found again
+
+        final = multihost.agree("final revisions", finish)
         self._saved.close()
         self._writer.close()
         self._exporter.shutdown()

@@ -1,8 +1,8 @@
 """Routed experts over a mesh: tokens travel to the experts, no expert and no adapter of one ever travels.
 
 Each device owns whole experts, and the adapters' share of them. Few tokens (decoding) are gathered by everybody and the
-results summed; many (training, prefill) are exchanged all-to-all, each token once per visit. An exchange has room for a
-fixed number of tokens between two devices; tokens beyond it go in further rounds, so none is ever dropped.
+results summed; many (training, prefill) are exchanged all-to-all, each token once per visit. A round has room for somewhat
+more tokens than equally loaded experts need; tokens beyond it go in further rounds, so none is ever dropped.
 
 The backward pass is written out: it exchanges gradients the same way and recomputes the experts' inner activations.
 
@@ -22,7 +22,7 @@ from mint_jax.lora.apply import Bound
 from mint_jax.models.experts import expert_mlp
 
 GATHER_TOKENS = 4096  # up to this many tokens of an exchange are gathered
-SLACK = 1.25  # room of an exchange over what equally loaded experts need
+SLACK = 1.5  # room of a round over what equally loaded experts need
 
 
 class Visits(NamedTuple):
@@ -133,13 +133,17 @@ def _exchange(mesh: Any, tokens: int, per_token: int, experts: int) -> "Gather |
     split = tuple(a for a in axes if a in sharding.mesh_axes("batch", mesh))  # axes over which tokens differ
     same = tuple(a for a in axes if a not in split)  # axes over which devices hold the same tokens
     gathered = tokens * math.prod(mesh.shape[a] for a in split)
-    if gathered <= GATHER_TOKENS:
-        return Gather(axes, split, gathered * min(per_token, experts), experts)
-    copies = math.prod(mesh.shape[a] for a in same)
     ways = math.prod(mesh.shape[a] for a in axes)
-    pairs = -(-tokens // copies) * per_token
-    room = min(pairs, -(-math.ceil(SLACK * pairs / ways) // 8) * 8)
+    if gathered <= GATHER_TOKENS:
+        return Gather(axes, split, same, _room(gathered * per_token, ways), experts)
+    copies = math.prod(mesh.shape[a] for a in same)
+    room = _room(-(-tokens // copies) * per_token, ways)
     return AllToAll(axes, same, copies, ways, room, experts, tuple(mesh.axis_names))
+
+
+def _room(pairs: int, ways: int) -> int:
+    """Pairs of a round between one device and one of ``ways`` others."""
+    return min(pairs, -(-math.ceil(SLACK * pairs / ways) // 8) * 8)
 
 
 def _weighted(x_ND, token_M, expert_M, block_M, weight_M, p, lora):
@@ -148,18 +152,20 @@ def _weighted(x_ND, token_M, expert_M, block_M, weight_M, p, lora):
 
 
 class Gather(NamedTuple):
-    """Every device sees all tokens and computes what its own experts owe them.
+    """Every device sees all tokens and computes what its own experts owe them, ``room`` pairs a round.
 
     Attributes:
         axes: mesh axes over which experts are split.
         split: those of them over which tokens are split too.
-        pairs: pairs of these tokens and the experts held here, at most.
+        same: the others.
+        room: pairs of a round.
         experts: experts held here.
     """
 
     axes: tuple[str, ...]
     split: tuple[str, ...]
-    pairs: int
+    same: tuple[str, ...]
+    room: int
     experts: int
 
     def _all(self, tree: Any) -> Any:
@@ -167,33 +173,63 @@ class Gather(NamedTuple):
 
     def _own(self, x: jax.Array) -> jax.Array:
         """Sums over the devices; each keeps its own tokens."""
-        same = tuple(a for a in self.axes if a not in self.split)
-        x = jax.lax.psum(x, same) if same else x
-        return jax.lax.psum_scatter(x, self.split, scatter_dimension=0, tiled=True) if self.split else x
+        x = jax.lax.psum_scatter(x, self.split, scatter_dimension=0, tiled=True) if self.split else x
+        return jax.lax.psum(x, self.same) if self.same else x
 
-    def _pairs(self, v: Visits) -> tuple[jax.Array, jax.Array]:
-        """The pairs whose expert is here, and the expert's local number; -1 fills up."""
+    def _plan(self, v: Visits) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Pairs, those whose expert is here first; the local expert of every pair or -1; the rounds they need."""
         local = v.ids.reshape(-1) - jax.lax.axis_index(self.axes) * self.experts
         local = jnp.where((local >= 0) & (local < self.experts) & (v.ids.reshape(-1) >= 0), local, -1)
-        pair = jnp.argsort(local < 0, stable=True)[: self.pairs]
-        return pair, local[pair]
+        order = jnp.pad(jnp.argsort(local < 0, stable=True), (0, self.room))
+        return order, local, -(-jnp.sum(local >= 0) // self.room)
 
-    def _sum(self, x, weights, lora, v, p):
-        """What the experts here owe each token, float32 ``[N, D]``."""
-        pair, expert = self._pairs(v)
-        token = pair // v.ids.shape[1]
-        y = _weighted(x, token, expert, v.block[token], weights.reshape(-1)[pair], p, lora)
-        return jnp.zeros(x.shape, jnp.float32).at[token].add(y)
+    def _round(self, plan: Any, r: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The pairs of round r and their local experts, -1 behind the last."""
+        order, local, _ = plan
+        pair = jax.lax.dynamic_slice_in_dim(order, r * self.room, self.room)
+        real = r * self.room + jnp.arange(self.room) < jnp.sum(local >= 0)
+        return pair, jnp.where(real, local[pair], -1)
 
     def run(self, v: Visits, p: Any, lora: Bound | None) -> jax.Array:
-        v_all = self._all(v)
-        return self._own(self._sum(v_all.x, v_all.weights, lora, v_all, p)).astype(v.x.dtype)
+        v = self._all(v)
+        plan = self._plan(v)
+
+        def body(r, y):
+            pair, expert = self._round(plan, r)
+            token = pair // v.ids.shape[1]
+            return y.at[token].add(_weighted(v.x, token, expert, v.block[token], v.weights.reshape(-1)[pair], p, lora))
+
+        y = jax.lax.fori_loop(0, plan[2], body, jnp.zeros(v.x.shape, jnp.float32))
+        return self._own(y.astype(v.x.dtype))
 
     def back(self, v: Visits, p: Any, lora: Bound | None, g: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
-        v = self._all(v)
-        _, vjp = jax.vjp(lambda x, weights, lora: self._sum(x, weights, lora, v, p), v.x, v.weights, lora)
-        dx, dw, dlora = vjp(self._all(g).astype(jnp.float32))
-        return self._own(dx.astype(jnp.float32)), self._own(dw), dlora
+        v, g = self._all((v, g))
+        plan = self._plan(v)
+        row = jnp.arange(self.room, dtype=jnp.int32)
+
+        def body(r, sums):
+            dx_sum, dw_sum, dlora_sum = sums
+            pair, expert = self._round(plan, r)
+            token = pair // v.ids.shape[1]
+            x, block, weight = v.x[token], v.block[token], v.weights.reshape(-1)[pair]
+            _, vjp = jax.vjp(lambda x, w, lora: _weighted(x, row, expert, block, w, p, lora), x, weight, lora)
+            dx, dw, dlora = vjp(g[token].astype(jnp.float32))
+            dw = jnp.where(expert >= 0, dw, 0.0)
+            dlora_sum = jax.tree.map(lambda s, d: s + d.astype(s.dtype), dlora_sum, dlora)
+            return dx_sum.at[token].add(dx.astype(jnp.float32)), dw_sum.at[pair].add(dw), dlora_sum
+
+        dx, dw, dlora = jax.lax.fori_loop(0, plan[2], body, _zero_sums(v, lora))
+        return self._own(dx.astype(v.x.dtype)), self._own(dw.reshape(v.ids.shape)), _like(dlora, lora)
+
+
+def _zero_sums(v: Visits, lora: Bound | None) -> tuple[jax.Array, jax.Array, Any]:
+    """Float32 room for the gradients of activations, of every pair's weight and of adapters."""
+    dlora = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), lora)
+    return jnp.zeros(v.x.shape, jnp.float32), jnp.zeros((v.ids.size,), jnp.float32), dlora
+
+
+def _like(tree: Any, other: Any) -> Any:
+    return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, other)
 
 
 class AllToAll(NamedTuple):
@@ -290,8 +326,5 @@ class AllToAll(NamedTuple):
             dw_sum = dw_sum.at[pair].add(jnp.where(real, dw, 0.0))
             return dx_sum, dw_sum, jax.tree.map(lambda s, d: s + d.astype(s.dtype), dlora_sum, dlora)
 
-        zeros = jnp.zeros(v.x.shape, jnp.float32), jnp.zeros((v.ids.size,), jnp.float32)
-        start = (*zeros, jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), lora))
-        dx, dw, dlora = jax.lax.fori_loop(0, plan[3], body, start)
-        dlora = jax.tree.map(lambda d, x: d.astype(x.dtype), dlora, lora)
-        return self._whole(dx.astype(v.x.dtype), tokens), self._whole(dw.reshape(v.ids.shape), tokens), dlora
+        dx, dw, dlora = jax.lax.fori_loop(0, plan[3], body, _zero_sums(v, lora))
+        return self._whole(dx.astype(v.x.dtype), tokens), self._whole(dw.reshape(v.ids.shape), tokens), _like(dlora, lora)

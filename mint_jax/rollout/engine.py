@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from mint_jax import multihost
 from mint_jax.data.buckets import ShapeBook
 from mint_jax.errors import UserError
 from mint_jax.lora.blocks import bind_blocks, plan_blocks
@@ -200,23 +200,27 @@ class DenseEngine:
             room = {"rollouts": rollouts, "new_tokens": min(C, self.base.cfg.context), "keep_routes": self.keep_routes}
             cache, state, prompt_routes = program.prefill(*args, prompts, lengths, sampling, limits, cfg=self.base.cfg, **room)
             watching = any(r and r.stop for r in rows)
-            steps = jnp.int32(CHECK_EVERY if watching else C)
+            steps = np.int32(CHECK_EVERY if watching else C)
             while True:
                 state = program.decode(*args, cache, lengths, state, sampling, limits, steps, cfg=self.base.cfg)
-                drawn = _Drawn(*jax.device_get((state.tokens, state.logprobs, state.lengths, state.stopped, state.done)))
+                drawn = _Drawn(*multihost.to_host((state.tokens, state.logprobs, state.lengths, state.stopped, state.done)))
                 done = drawn.done
                 if watching:
-                    done = done | [r is not None and self._cut(drawn.row(k)[0], r)[0] is not None for k, r in enumerate(rows)]
-                    state = dataclasses.replace(state, done=jnp.asarray(done))
+                    done = np.array(multihost.agree("rows that are done", lambda drawn=drawn: self._done(drawn, rows).tolist()))
+                    state = dataclasses.replace(state, done=done)
                 if done.all():
                     break
-        recorded = None if prompt_routes is None else _Routes(*jax.device_get((prompt_routes, state.routes)))
+        recorded = None if prompt_routes is None else _Routes(*multihost.to_host((prompt_routes, state.routes)))
         for k, i in enumerate(plan.order):
             if i is not None:
                 request = requests[group[i]]
                 mine = range(k * rollouts, (k + 1) * rollouts)
                 completions = [self._completion(*drawn.row(r), request) for r in mine]
                 yield group[i], completions if recorded is None else recorded.put(completions, k, mine, len(request.prompt))
+
+    def _done(self, drawn: _Drawn, rows: Sequence[Request | None]) -> np.ndarray:
+        """``[B]`` bool: rows that the device found done, and those whose text holds a stop string."""
+        return drawn.done | [r is not None and self._cut(drawn.row(k)[0], r)[0] is not None for k, r in enumerate(rows)]
 
     def _cut(self, tokens: list[int], request: Request) -> tuple[int | None, str | None]:
         """How many tokens it takes to complete the first stop string, and the text before it."""

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mint_jax import sharding
+from mint_jax import multihost, sharding
 from mint_jax.data.buckets import ShapeBook
 from mint_jax.errors import UserError
 from mint_jax.lora.apply import Bound
@@ -95,7 +95,7 @@ class Scorer:
             tokens[row, : len(sequences[i])] = sequences[i]
         with jax.set_mesh(self.base.mesh):
             lora = bind_blocks(plan, stacks, self.base.dtype)
-            values = np.asarray(next_token_logprobs(self.base.params, lora, tokens, cfg=self.base.cfg))
+            values = multihost.to_host(next_token_logprobs(self.base.params, lora, tokens, cfg=self.base.cfg))
         out: list[np.ndarray] = [np.zeros(0, np.float32)] * len(sequences)
         for row, i in placed:
             out[i] = values[row]

@@ -4,6 +4,8 @@ Policies are grouped in *units*; a unit's rollout and its update are one device 
 unit, the device waits for its rewards. ``overlapped``: one policy a unit, the device takes another unit meanwhile.
 ``batched``: all policies in ``cohorts`` units, overlapped. What a policy computes does not depend on its unit, so the
 three give the same results and differ in time only.
+
+Where several processes run, process 0 waits for its rewards and decides what is next; the others follow.
 """
 
 import concurrent.futures as futures
@@ -13,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from mint_jax import multihost
 from mint_jax.errors import UserError, choice
 
 SCHEDULES = ("sequential", "overlapped", "batched")
@@ -52,6 +55,14 @@ class _Unit:
     step: int
     pending: dict[str, futures.Future] | None = None  # rewards on their way
 
+    @property
+    def ready(self) -> bool:
+        return all(f.done() for f in (self.pending or {}).values())
+
+    def scored(self) -> dict[str, Any]:
+        """The rewards, once they are there; raises what a reward raised."""
+        return {name: f.result() for name, f in (self.pending or {}).items()}
+
 
 def run(
     units: Sequence[Sequence[str]],
@@ -89,28 +100,43 @@ def run(
     with futures.ThreadPoolExecutor(workers, thread_name_prefix="reward") as pool:
         try:
             while idle or waiting:
-                unit = next((u for u in waiting if all(f.done() for f in (u.pending or {}).values())), None)
-                if unit is not None:
-                    waiting.remove(unit)
-                    scored = {name: f.result() for name, f in (unit.pending or {}).items()}
+                may_start = bool(idle) and (overlap or not waiting)
+                scored_unit = multihost.agree("next phase", lambda may_start=may_start: _next(waiting, may_start))
+                if scored_unit is not None:
+                    unit = waiting.pop(scored_unit)
+                    scored = unit.scored()
                     t = time.perf_counter()
                     update(scored, unit.step)
                     timing.update_s += time.perf_counter() - t
                     unit.step, unit.pending = unit.step + 1, None
                     if unit.step < steps:
                         idle.append(unit)
-                elif idle and (overlap or not waiting):
+                else:
                     unit = idle.popleft()
                     t = time.perf_counter()
                     samples = rollout(unit.names, unit.step)
                     timing.rollout_s += time.perf_counter() - t
                     unit.pending = {name: pool.submit(reward, name, samples[name]) for name in unit.names}
                     waiting.append(unit)
-                else:
-                    pending = [f for u in waiting for f in (u.pending or {}).values() if not f.done()]
-                    futures.wait(pending, return_when=futures.FIRST_COMPLETED)
         except BaseException:
             pool.shutdown(cancel_futures=True, wait=False)
             raise
     timing.wall_s = time.perf_counter() - began
     return timing
+
+
+def _next(waiting: Sequence[_Unit], may_start: bool) -> int | None:
+    """Which waiting unit to update, or None to roll out an idle one if that ``may_start``; blocks until there is something to do.
+
+    Raises:
+        Whatever a reward of that unit raised: here, where every process hears of it.
+    """
+    while True:
+        found = next((i for i, unit in enumerate(waiting) if unit.ready), None)
+        if found is not None:
+            waiting[found].scored()
+            return found
+        if may_start:
+            return None
+        pending = [f for unit in waiting for f in (unit.pending or {}).values() if not f.done()]
+        futures.wait(pending, return_when=futures.FIRST_COMPLETED)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from mint_jax import params as params_lib
+from mint_jax import multihost
 from mint_jax.data.buckets import ShapeBook
 from mint_jax.errors import UserError, choice
 from mint_jax.lora import tree as lora_tree
@@ -179,7 +179,7 @@ class Trainer:
         """Fills each ``ref_logp`` that a pass lacks with the bare base's logprobs (0 at tokens that are no target)."""
         batch, places = self._pack(groups)  # in the shape that training has: nothing more to compile as lengths vary
         with jax.set_mesh(self.base.mesh):
-            logp = np.asarray(step_lib.score(self.base.params, batch, cfg=self.base.cfg))
+            logp = multihost.to_host(step_lib.score(self.base.params, batch, cfg=self.base.cfg))
         for chunk, where in zip(groups, places):
             for s, place in zip([s for g in chunk for s in g.sequences], where):
                 if s.ref_logp is not None:
@@ -214,7 +214,7 @@ class Trainer:
                 self.state, _, metrics = step_lib.forward_backward(
                     self.base.params, self.state, batch, coefs, self._slot_arrays(names), cfg=self.base.cfg, remat=self.remat
                 )
-            for key, values in jax.device_get(metrics).items():
+            for key, values in multihost.to_host(metrics).items():
                 for name, value in zip(names, values):
                     old = totals[name].get(key, 0.0)
                     totals[name][key] = max(old, float(value)) if key == "max_gap" else old + float(value)
@@ -225,7 +225,7 @@ class Trainer:
         ordered = self._order(names)
         with jax.set_mesh(self.base.mesh):
             self.state, metrics = step_lib.optim_step(self.state, self._slot_arrays(ordered))
-        host = jax.device_get(metrics)
+        host = multihost.to_host(metrics)
         return {name: {key: float(host[key][i]) for key in host} for i, name in enumerate(ordered)}
 
     def update(self, groups: Mapping[str, Sequence[Group]]) -> dict[str, dict[str, float]]:
@@ -239,7 +239,7 @@ class Trainer:
         self._order([name])
         config, slot = self.policies[name].adapter, self.slots[name]
         wanted = lora_tree.adapter_specs(self.specs, config)
-        return params_lib.to_host(lora_tree.read_slot(self.state[slot.bucket].adapters, slot.index, config.rank, wanted))
+        return multihost.to_host(lora_tree.read_slot(self.state[slot.bucket].adapters, slot.index, config.rank, wanted))
 
     def load_adapter(self, name: str, adapter: Any) -> None:
         """Starts a policy from given weights, with fresh optimizer state.

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 
+from mint_jax import multihost
 from mint_jax import params as params_lib
 from mint_jax.lora import tree
 from mint_jax.lora.tree import AdapterConfig
@@ -174,7 +175,7 @@ def gradient_of(trainer, policy):
     slot = trainer.slots[policy.name]
     wanted = tree.adapter_specs(trainer.specs, policy.adapter)
     sums = dataclasses.replace(trainer.state[slot.bucket].adapters, factors=trainer.state[slot.bucket].grad_sum)
-    return params_lib.to_host(tree.read_slot(sums, slot.index, policy.adapter.rank, wanted))
+    return multihost.to_host(tree.read_slot(sums, slot.index, policy.adapter.rank, wanted))
 
 
 OPTIMIZERS = [

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from mint_jax import multihost
 from mint_jax import params as params_lib
 from mint_jax.errors import UserError
 from mint_jax.lora import tree
@@ -126,7 +127,7 @@ def test_a_policy_s_adapter_comes_back_at_its_own_rank_and_targets(rng, tiny_bas
         jax.tree.map(np.testing.assert_array_equal, trainer.adapter(name), adapter)
     fresh = tree.init_adapter(trainer.specs, A.adapter, jax.random.key(7))
     reseeded = Trainer(base, [dataclasses.replace(A, seed=7)])
-    jax.tree.map(np.testing.assert_array_equal, reseeded.adapter("a"), params_lib.to_host(fresh))
+    jax.tree.map(np.testing.assert_array_equal, reseeded.adapter("a"), multihost.to_host(fresh))
 
 
 def test_reference_logprobs_are_those_of_the_bare_model(rng, tiny_base, hf_dirs):

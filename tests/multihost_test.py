@@ -1,0 +1,314 @@
+"""Several processes are one program: here two with four CPU devices each, on the loopback interface."""
+
+import dataclasses
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from mint_jax import multihost
+from mint_jax.catalog.revisions import RevisionStore
+from mint_jax.errors import UserError
+from mint_jax.mesh import make_mesh
+from mint_jax.params import ParamSpec
+from mint_jax.sharding import shardings
+
+ROOT = Path(__file__).parents[1]
+TINY = ROOT / "configs" / "tiny" / "grpo.py"
+GOOD = {"MINT_COORDINATOR": "127.0.0.1:8476", "MINT_PROCESSES": "2", "MINT_PROCESS": "1"}
+
+
+@dataclasses.dataclass
+class Ended:
+    """How one process ended."""
+
+    status: int
+    out: str
+    err: str
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def together(commands: list[list[str]], folder: Path, timeout: float, **environment: str) -> list[Ended]:
+    """Runs one process per command, joined if there are several; all are ended when ``timeout`` seconds are over.
+
+    The eight devices are shared out evenly. What the processes printed is shown by pytest when the test fails.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    shared = {k: v for k, v in os.environ.items() if not k.startswith("MINT_PROCESS") and k != "MINT_COORDINATOR"} | {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // len(commands)}",
+        "TF_CPP_MIN_LOG_LEVEL": "2",  # the partitioner's and gloo's remarks
+        "PYTHONPATH": str(ROOT),
+    }
+    address = f"127.0.0.1:{free_port()}"
+    running, files = [], []
+    for i, command in enumerate(commands):
+        joined = {"MINT_COORDINATOR": address, "MINT_PROCESSES": str(len(commands)), "MINT_PROCESS": str(i)} if len(commands) > 1 else {}
+        out, err = (folder / f"{name}{i}" for name in ("out", "err"))
+        with out.open("w") as stdout, err.open("w") as stderr:
+            running.append(
+                subprocess.Popen([sys.executable, *command], stdout=stdout, stderr=stderr, env=shared | joined | environment, cwd=folder)
+            )
+        files.append((out, err))
+    deadline = time.monotonic() + timeout
+    try:
+        for process in running:
+            process.wait(max(0.1, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        print(f"not done after {timeout} s")
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+        for i, pair in enumerate(files):
+            for file in pair:
+                print(f"--- {file.name} of process {i}, status {running[i].returncode}\n{file.read_text()[-5000:]}")
+    return [Ended(p.returncode, out.read_text(), err.read_text()) for p, (out, err) in zip(running, files)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"MINT_PROCESS": None}, "MINT_PROCESS is not set but MINT_COORDINATOR is: set all of"),
+        ({"MINT_PROCESSES": ""}, "MINT_PROCESSES is not set"),
+        ({"MINT_COORDINATOR": None}, "MINT_COORDINATOR is not set but MINT_PROCESSES is"),
+        ({"MINT_COORDINATOR": "10.0.0.2"}, "MINT_COORDINATOR is '10.0.0.2'; expected host:port"),
+        ({"MINT_COORDINATOR": "host:99999"}, "expected host:port"),
+        ({"MINT_PROCESSES": "two"}, "MINT_PROCESSES is 'two'; expected a whole number"),
+        ({"MINT_PROCESSES": "0", "MINT_PROCESS": "0"}, "MINT_PROCESSES is 0; expected .* at least 1"),
+        ({"MINT_PROCESS": "2"}, "MINT_PROCESS is 2; with MINT_PROCESSES=2 expected 0 to 1"),
+        ({"MINT_PROCESS": "-1"}, "MINT_PROCESS is '-1'; expected a whole number"),
+    ],
+)
+def test_wrong_variables_are_named(changes, says, monkeypatch):
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **_: pytest.fail("joined"))
+    environment = {k: v for k, v in (GOOD | changes).items() if v is not None}
+    with pytest.raises(UserError, match=says):
+        multihost.join(environment)
+
+
+def test_join_hands_the_variables_to_jax_and_explains_its_errors(monkeypatch):
+    given = {}
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **options: given.update(options))
+    multihost.join({})
+    assert given == {}
+    multihost.join(GOOD, detect=True)  # the variables come first
+    assert (given["coordinator_address"], given["num_processes"], given["process_id"]) == ("127.0.0.1:8476", 2, 1)
+    assert given["coordinator_bind_address"] == "127.0.0.1:8476"  # not on every interface
+    given.clear()
+    multihost.join(GOOD | {"MINT_COORDINATOR": "10.0.0.2:8476"})
+    assert "coordinator_bind_address" not in given
+
+    def refuse(error):
+        def initialize(**_):
+            raise error
+
+        monkeypatch.setattr(jax.distributed, "initialize", initialize)
+
+    refuse(ValueError("coordinator_address should be defined."))
+    with pytest.raises(UserError, match=r"found no TPU pod.*set MINT_COORDINATOR, MINT_PROCESSES, MINT_PROCESS"):
+        multihost.join({}, detect=True)
+    refuse(RuntimeError("UNKNOWN: Failed to start RPC server"))
+    with pytest.raises(UserError, match=r"could not join 127\.0\.0\.1:8476 as process 1 of 2 \(UNKNOWN.*the coordinator's port"):
+        multihost.join(GOOD)
+
+
+def test_a_process_whose_fellows_do_not_come_ends_with_one_line(tmp_path):
+    code = "from mint_jax import multihost; multihost.join(timeout_s=1)"
+    alone = {"MINT_COORDINATOR": f"127.0.0.1:{free_port()}", "MINT_PROCESSES": "2", "MINT_PROCESS": "0"}
+    [ended] = together([["-c", code]], tmp_path, 60, **alone)
+    assert ended.status == 2
+    assert ended.err.startswith("error: could not join 127.0.0.1")
+    assert "as process 0 of 2 (the others did not come in 1 s)" in ended.err
+    assert ended.err.count("\n") == 1
+
+
+def test_a_single_process_agrees_with_itself(rng):
+    value = (1, "a")
+    assert multihost.agree("x", lambda: value) is value
+    assert multihost.is_main()
+    assert multihost.replicate(value, None) is value
+    multihost.require_same("y", lambda: pytest.fail("computed"))
+    multihost.barrier("z")
+    multihost.leave(1, "stays")
+    values = {"w": rng.normal(size=(64, 32)).astype(np.float32)}
+    mesh = make_mesh({"fsdp": 4, "tensor": 2})
+    array = jax.device_put(values, shardings({"w": ParamSpec((64, 32), ("vocab", "embed"))}, mesh))
+    host = multihost.to_host(array)
+    assert isinstance(host["w"], np.ndarray)
+    np.testing.assert_array_equal(host["w"], values["w"])
+
+
+MEETING = """
+import json, sys
+import jax, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from mint_jax import multihost
+from mint_jax.errors import UserError
+from mint_jax.mesh import make_mesh
+
+multihost.FORGET_EVERY = 4
+multihost.join()
+me = multihost.index()
+seen = {"index": me, "count": multihost.count(), "devices": [len(jax.devices()), len(jax.local_devices())]}
+
+def attempt(act):
+    try:
+        return act()
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+
+def refuse(): raise UserError("no such thing")
+def fail(): raise KeyError("gone")
+
+seen["agreed"] = multihost.agree("value", lambda: {"who": me, "x": 0.1 + 0.2, "pair": (1, None)})
+seen["mistake"] = attempt(lambda: multihost.agree("mistake", refuse))
+seen["failure"] = attempt(lambda: multihost.agree("failure", fail))
+seen["unsendable"] = attempt(lambda: multihost.agree("unsendable", lambda: object()))
+multihost.require_same("the weather", lambda: ["fine"])
+seen["differs"] = attempt(lambda: multihost.require_same("the process", lambda: me))
+seen["many"] = [multihost.agree("many", lambda: i + 100 * me) for i in range(20)]
+mesh = make_mesh({"data": 2, "fsdp": 2, "tensor": 2})
+values = np.arange(64, dtype=np.float32).reshape(16, 4)
+split = jax.make_array_from_callback(values.shape, NamedSharding(mesh, P(("data", "fsdp"), "tensor")), lambda i: values[i])
+whole = multihost.replicate({"v": values}, mesh)
+local = jax.numpy.arange(3)
+back = multihost.to_host({"split": split, "rows": split[:5], "whole": whole["v"], "local": local})
+seen["addressable"] = split.is_fully_addressable
+seen["equal"] = [np.array_equal(back["split"], values), np.array_equal(back["rows"], values[:5]), np.array_equal(back["whole"], values)]
+seen["local"] = back["local"].tolist()
+multihost.barrier("done")
+seen["parted"] = attempt(lambda: multihost.agree("left" if me else "right", lambda: 0))
+print(json.dumps(seen))
+"""
+
+
+def test_two_processes_agree_and_share_arrays(tmp_path):
+    ended = together([["-c", MEETING]] * 2, tmp_path, 120)
+    assert [e.status for e in ended] == [0, 0]
+    main, other = (json.loads(e.out.splitlines()[-1]) for e in ended)
+    for i, seen in enumerate((main, other)):
+        assert (seen["index"], seen["count"], seen["devices"]) == (i, 2, [8, 4])
+        assert seen["agreed"] == {"who": 0, "x": 0.1 + 0.2, "pair": [1, None]}
+        assert seen["mistake"] == ["UserError", "no such thing"]
+        assert seen["differs"][0] == "UserError"
+        assert seen["differs"][1].startswith("the process of process 1 differs from that of process 0")
+        assert seen["many"] == list(range(20))
+        assert not seen["addressable"]
+        assert seen["equal"] == [True] * 3
+        assert seen["local"] == [0, 1, 2]
+    assert main["failure"] == ["KeyError", "'gone'"]
+    assert other["failure"] == ["RuntimeError", "process 0 failed at 'failure': 'gone'"]
+    assert main["unsendable"][0] == "TypeError"
+    assert "not JSON serializable" in other["unsendable"][1]
+    assert main["parted"] == 0
+    assert other["parted"] == ["RuntimeError", "process 1 asks for 'left' where process 0 decided 'right': their programs differ"]
+
+
+def test_a_mistake_ends_every_process_with_its_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    command = ["-m", "mint_jax.launch", f"--config={TINY}", f"--workdir={tmp_path / 'file' / 'work'}"]
+    other = [*command, "--config.steps=9"]
+    for commands, says in (([command] * 2, "cannot be written"), ([command, other], "the config of process 1 differs")):
+        for i, ended in enumerate(together(commands, tmp_path / "processes", 120)):
+            assert ended.status == 2
+            assert ended.out == ""
+            assert "Traceback" not in ended.err
+            assert ended.err.splitlines()[-1].startswith(f"error in process {i}: ")
+            assert says in ended.err
+
+
+# A reward that differs between completions, takes its time in no fixed order, and must not be asked outside process 0.
+ENVIRONMENT = """
+import os, random, time
+from mint_jax.envs.env import Example, ListEnvironment
+
+def score(completion, example):
+    assert os.environ.get("MINT_PROCESS", "0") == "0"
+    time.sleep(random.SystemRandom().random() / 50)
+    return sum(map(ord, completion)) % 7 / 7
+
+def make():
+    examples = [Example(" ".join(str(i * 7919)[:3]), "") for i in range(100, 130)]
+    return ListEnvironment(examples[2:], examples[:2], score)
+"""
+
+
+def metrics_of(workdir: Path) -> dict[tuple[int, str], dict[str, float]]:
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    out = {(row.pop("step"), row.pop("name")): row for row in rows}
+    assert len(out) == len(rows), "a step was written twice"
+    return out
+
+
+@pytest.mark.slow  # every program is compiled for two processes and for one
+@pytest.mark.parametrize("schedule", ["overlapped", "batched"])
+def test_grpo_on_two_processes_resumed_is_grpo_on_one(schedule, tmp_path):
+    (tmp_path / "varied.py").write_text(ENVIRONMENT)
+    names = ("ppo", "cispo")
+    config = runpy.run_path(str(TINY))["get_config"]()
+    del config.policies["reinforce"]
+    config.update({"schedule": schedule, "export_every": 1})
+    config.mesh.update({"data": 2, "fsdp": 2, "tensor": 2})
+    for policy in config.policies.values():
+        policy.env = {"name": "varied:make"}
+        # eps 1 makes the update nearly proportional to the gradient; the usual 1e-8 would blow up the rounding of gradients near 0
+        policy.optimizer = {"learning_rate": 0.1, "eps": 1.0}
+    config.policies.cispo.sampling.stop = ("e", "a")
+    config.policies.ppo.adapter.rank = 3  # in the bucket of cispo's 4: the policies share their programs
+    (tmp_path / "config.json").write_text(config.to_json_best_effort())
+    (tmp_path / "config.py").write_text(
+        "import json, pathlib\nfrom ml_collections import ConfigDict\n"
+        "def get_config():\n    return ConfigDict(json.loads((pathlib.Path(__file__).parent / 'config.json').read_text()))\n"
+    )
+
+    def run(processes: int, steps: int, workdir: Path) -> dict:
+        command = ["-m", "mint_jax.launch", f"--config={tmp_path / 'config.py'}", f"--workdir={workdir}", f"--config.steps={steps}"]
+        path = f"{tmp_path}{os.pathsep}{ROOT}"
+        ended = together([command] * processes, tmp_path / "processes", 900, PYTHONPATH=path)
+        assert [e.status for e in ended] == [0] * processes
+        for silent in ended[1:]:
+            assert silent.out == ""
+            assert "[grpo]" not in silent.err
+        result = json.loads(ended[0].out)
+        assert json.loads((workdir / "result.json").read_text()) == result
+        return {p["name"]: p["revision"] for p in result["policies"]}
+
+    run(2, 2, tmp_path / "two")
+    first = metrics_of(tmp_path / "two")
+    assert sorted(first) == sorted((s, n) for s in range(2) for n in names)
+    two = run(2, 4, tmp_path / "two")
+    one = run(1, 4, tmp_path / "one")
+
+    parts, whole = metrics_of(tmp_path / "two"), metrics_of(tmp_path / "one")
+    assert sorted(parts) == sorted(whole) == sorted((s, n) for s in range(4) for n in names)
+    assert {key: parts[key] for key in first} == first, "the second start went on where the first had ended"
+    for key, row in whole.items():
+        assert parts[key]["reward"] == row["reward"], "the same tokens were sampled"
+        for name in ("loss", "grad_norm", "logp"):  # float32 sums, in another order between processes than within one
+            np.testing.assert_allclose(parts[key][name], row[name], rtol=1e-4, atol=1e-5)
+    assert len({row["reward"] for row in whole.values()}) > 2
+
+    stores = [RevisionStore(tmp_path / name / "revisions") for name in ("two", "one")]
+    lines = [json.loads(line) for line in (tmp_path / "two" / "revisions.jsonl").read_text().splitlines()]
+    assert sorted((row["policy"], row["step"]) for row in lines) == sorted((n, s) for n in names for s in (1, 2, 3, 4))
+    for name in names:
+        (mine, schema), (theirs, other) = stores[0].get(two[name]), stores[1].get(one[name])
+        assert schema == other
+        # the same reason; four updates of 0.1 times a gradient below 1
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), mine, theirs)
+        start, _ = stores[0].get(next(row["revision"] for row in lines if (row["policy"], row["step"]) == (name, 1)))
+        moved = max(float(np.abs(x - y).max()) for x, y in zip(jax.tree.leaves(mine), jax.tree.leaves(start)))
+        assert moved > 1e-4, "the later steps moved the policy"
