@@ -37,12 +37,10 @@ class Pair(NamedTuple):
     """The factors of one module as PEFT has them.
 
     Attributes:
-        module: its name.
         a, b: ``[R, D]`` and ``[F, R]``.
         scale: what ``b @ a`` is multiplied by.
     """
 
-    module: str
     a: np.ndarray
     b: np.ndarray
     scale: float
@@ -58,7 +56,7 @@ class Fused(NamedTuple):
     Attributes:
         experts: name of the module that holds it, ``model.layers.0.mlp.experts``.
         name: full name, ``model.layers.0.mlp.experts.down_proj``.
-        paths: projections whose rows it stacks, ``("moe/experts/down",)``.
+        paths: projections whose rows it stacks, ``("moe/moe/experts/down",)``.
         first: index of the layer's first expert in the module list of each path.
         count: E.
         d_in, d_out: D, and F of all its projections together.
@@ -142,8 +140,7 @@ def read_fused(take: Take, fused: Mapping[str, Mapping[str, Fused]], patterns: P
     found: Found = {}
     for one in read:
         for path, pairs in _split(one, swapped, patterns, where).items():
-            for e, (a, b, scale) in enumerate(pairs):
-                found.setdefault(path, {})[one.fused.first + e] = Pair(f"{one.fused.experts}.{e} ({path})", a, b, scale)
+            found.setdefault(path, {}).update({one.fused.first + e: pair for e, pair in enumerate(pairs)})
     return found
 
 
@@ -186,8 +183,8 @@ def _numbers(version: str) -> tuple[int, int, int, bool]:
     return major, minor, patch, "dev" not in version
 
 
-def _split(one: _Read, swapped: bool, patterns: Patterns, where: str) -> dict[str, list[tuple[np.ndarray, np.ndarray, float]]]:
-    """Path -> ``(a [R, D], b [F, R], scale)`` of each expert."""
+def _split(one: _Read, swapped: bool, patterns: Patterns, where: str) -> dict[str, list[Pair]]:
+    """Projection path -> the factors of each expert."""
     fused, E = one.fused, one.fused.count
     rank = patterns.rank(fused.name) or one.a.shape[0] // E
     if one.a.shape[0] != E * rank or one.b.shape[1] != E * rank or not rank:
@@ -206,7 +203,7 @@ def _split(one: _Read, swapped: bool, patterns: Patterns, where: str) -> dict[st
     if parts > 1 and rank == parts * (patterns.rank_default or 0) and _is_block_diagonal(b_parts):
         a_parts = np.split(a_ERD, parts, axis=1)
         b_parts = [np.split(b, parts, axis=2)[i] for i, b in enumerate(b_parts)]
-    return {path: [(a[e], b[e], scale) for e in range(E)] for path, a, b in zip(fused.paths, a_parts, b_parts)}
+    return {path: [Pair(a[e], b[e], scale) for e in range(E)] for path, a, b in zip(fused.paths, a_parts, b_parts)}
 
 
 def _is_block_diagonal(b_parts: Sequence[np.ndarray]) -> bool:

@@ -180,7 +180,7 @@ def read_peft(directory: str | Path, names: Names, projections: Mapping[str, Pro
         stack, D, F, _ = projections[path]
         count = len(names[path])
         a_all, b_all = np.zeros((count, rank, D), np.float32), np.zeros((count, rank, F), np.float32)
-        for i, (_, a, b, scale) in pairs.items():
+        for i, (a, b, scale) in pairs.items():
             a_all[i, : a.shape[0]] = a
             b_all[i, : a.shape[0]] = b.T.astype(np.float32) * np.float32(scale / mine.scale)
         flat |= {f"{path}/a": a_all.reshape(*stack, rank, D), f"{path}/b": b_all.reshape(*stack, rank, F)}
@@ -209,7 +209,7 @@ def _find(
             # a matrix that is targeted as a parameter goes by that name in the patterns, too
             key = f"{module}.weight" if is_targeted(f"{module}.weight", targets) else module
             rank = _check_pair(*pair, module, projections[path], patterns.rank(key), directory)
-            found.setdefault(path, {})[i] = Pair(module, *pair, patterns.scale(key, rank))
+            found.setdefault(path, {})[i] = Pair(*pair, patterns.scale(key, rank))
     for path, pairs in found.items():
         if len(projections[path].stack) == 2:
             _check_experts(pairs, names[path], projections[path].stack[1], directory)
