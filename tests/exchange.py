@@ -86,4 +86,4 @@ def edit_tensors(directory: Path, change) -> None:
     """``change`` gets the dict of tensors and alters it in place."""
     tensors = load_file(directory / WEIGHTS)
     change(tensors)
-    save_file({name: np.ascontiguousarray(x) for name, x in tensors.items()}, directory / WEIGHTS, metadata={"format": "pt"})
+    save_file({name: np.array(x, order="C") for name, x in tensors.items()}, directory / WEIGHTS, metadata={"format": "pt"})

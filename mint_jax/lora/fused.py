@@ -168,7 +168,7 @@ def _orientation(read: Sequence[_Read], version: str | None, where: str) -> bool
         raise UserError(
             f"{where}: some experts have in and out swapped as PEFT before 0.19.1 wrote them, others not: save the adapter anew"
         )
-    if version is not None and _numbers(version) >= PLAIN_SINCE:
+    if version is not None and _numbers(str(version)) >= PLAIN_SINCE:
         return False
     raise UserError(
         f"{where}: {fused.name} is adapted from {fused.d_in} to {fused.d_out}, and peft_version is {version!r}: PEFT before 0.19.1 wrote A "
