@@ -136,7 +136,8 @@ def read_peft(directory: str | Path, names: Names, projections: Mapping[str, Pro
         projections: those projections.
 
     Returns:
-        The factors, float32, with layers that the directory leaves out at zero, and their config.
+        The factors, float32, and their config. Layers that the directory leaves out are zero, as are dense layers and
+        shared experts beside routed ones of the same name.
 
     Raises:
         UserError: not a PEFT LoRA directory, a feature this does not cover, a tensor of no known projection, a wrong
@@ -176,7 +177,8 @@ def read_peft(directory: str | Path, names: Names, projections: Mapping[str, Pro
     targets = tuple(dict.fromkeys(path.rsplit("/", 1)[-1] for path in found))
     mine = AdapterConfig(rank, alpha, targets, bool(config.get("use_rslora", False)))
     flat = {}
-    for path, pairs in found.items():
+    for path in [p for p in names if p.rsplit("/", 1)[-1] in targets]:
+        pairs = found.get(path, {})
         stack, D, F, _ = projections[path]
         count = len(names[path])
         a_all, b_all = np.zeros((count, rank, D), np.float32), np.zeros((count, rank, F), np.float32)

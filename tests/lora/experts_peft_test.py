@@ -176,6 +176,20 @@ def test_dense_layers_and_shared_experts_beside_routed_ones_are_not_dropped(rslo
     jax.tree.map(np.testing.assert_array_equal, back, adapter)
 
 
+def test_dense_layers_and_shared_experts_that_peft_left_out_are_zero(rng, deepseek, tmp_path):
+    """What PEFT makes of ``target_modules`` on such a model: only the routed experts have factors."""
+    _, names, shapes = deepseek
+    flat = {}
+    for path, (stack, d_in, d_out, _) in shapes.items():
+        if "experts" in path:
+            flat |= {f"{path}/{f}": rng.normal(size=(*stack, 3, d)).astype(np.float32) for f, d in (("a", d_in), ("b", d_out))}
+    write_peft(tmp_path / "out", params_lib.nest(flat), AdapterConfig(3), names)
+    back = dict(params_lib.leaves_with_path(read_peft(tmp_path / "out", names, shapes)[0]))
+    assert set(back) == {f"{path}/{f}" for path in names if not path.endswith("/o") for f in "ab"}
+    for name, leaf in back.items():
+        np.testing.assert_array_equal(leaf, flat.get(name, np.zeros_like(leaf)))
+
+
 def test_experts_alone_are_named_as_modules(rng, tiny_base, tmp_path):
     """What older PEFT and other servers look for; parameters are named only where PEFT needs them."""
     base, config = tiny_base("qwen3_moe"), AdapterConfig(2)
