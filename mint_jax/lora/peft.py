@@ -2,15 +2,15 @@
 
 ``lora_A`` is our ``a`` as it is, ``lora_B`` is our ``b`` transposed; embeddings spell theirs ``lora_embedding_A`` and
 ``lora_embedding_B``. One rank and one scale hold for a tree: a directory with ``rank_pattern`` or ``alpha_pattern`` is
-brought to its largest rank, and differing scales are folded into B.
+brought to its largest rank, and differing scales are folded into B. Routed experts are written expert by expert, which
+every program reads, and read in that form or fused (``fused.py``).
 """
 
 import json
 import os
-import re
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from safetensors.numpy import load_file, save_file
 
 from mint_jax import params as params_lib
 from mint_jax.errors import UserError
+from mint_jax.lora.fused import Found, Fused, Pair, fused_parameters, is_targeted, read_fused, target_fields
+from mint_jax.lora.patterns import Patterns
 from mint_jax.lora.tree import AdapterConfig, Projection, check_finite
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -30,7 +32,6 @@ _UNSUPPORTED = {  # config field -> values that mean "not used"
     "lora_bias": (False, None),
     "modules_to_save": (None, []),
     "trainable_token_indices": (None, []),
-    "target_parameters": (None, []),
     "layer_replication": (None, []),
     "alora_invocation_tokens": (None, []),
     "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),  # the others change the base's own weights
@@ -54,6 +55,8 @@ def is_peft(directory: str | Path) -> bool:
 def write_peft(directory: str | Path, adapter: Any, config: AdapterConfig, names: Names, base_name: str = "") -> None:
     """Writes an adapter so that PEFT loads it with the same outputs; the directory appears whole or not at all.
 
+    PEFT cannot load one that has only gate or only up of routed experts, and says so.
+
     Raises:
         UserError: the directory exists and is not empty.
     """
@@ -64,14 +67,12 @@ def write_peft(directory: str | Path, adapter: Any, config: AdapterConfig, names
         raise UserError(f"output {directory} is not empty: choose a new directory, or remove it")
     flat = dict(params_lib.leaves_with_path(adapter))
     tensors: dict[str, np.ndarray] = {}
-    modules: set[str] = set()
     for path in sorted({leaf.rsplit("/", 1)[0] for leaf in flat}):
         a, b = (_per_module(flat[f"{path}/{factor}"]) for factor in ("a", "b"))
         for i, module in enumerate(names[path]):
             name_a, name_b = _tensor_names(path, module)
             tensors[name_a] = np.ascontiguousarray(a[i])
             tensors[name_b] = np.ascontiguousarray(b[i].T)
-            modules.add(module.rsplit(".", 1)[-1])
     fields = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -79,7 +80,7 @@ def write_peft(directory: str | Path, adapter: Any, config: AdapterConfig, names
         "r": config.rank,
         "lora_alpha": config.alpha,
         "use_rslora": config.rslora,
-        "target_modules": sorted(modules),
+        **_targets(flat, config, names),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -97,6 +98,30 @@ def write_peft(directory: str | Path, adapter: Any, config: AdapterConfig, names
         shutil.rmtree(staging, ignore_errors=True)
 
 
+def _targets(flat: Mapping[str, Any], config: AdapterConfig, names: Names) -> dict[str, Any]:
+    """The fields that tell PEFT which modules to adapt.
+
+    Last names of modules, as everybody reads them. PEFT turns those of routed experts into parameters that stack gate and
+    up at twice the rank, which goes wrong twice: the same names no longer adapt dense layers and shared experts, whose
+    factors are then dropped without a word, and under rslora the scale of gate and up grows by sqrt(2). There the
+    parameters are named outright.
+    """
+    routed = {leaf.rsplit("/", 1)[0]: np.shape(factor)[:2] for leaf, factor in flat.items() if np.ndim(factor) == 4}
+    modules = {path: {module.rsplit(".", 1)[-1] for module in names[path]} for path in sorted({leaf.rsplit("/", 1)[0] for leaf in flat})}
+    of_experts = {last for path in routed for last in modules[path]}
+    beside = [path for path in modules if path not in routed and modules[path] & of_experts]
+    if not routed or not (beside or config.rslora):
+        return {"target_modules": sorted(set().union(*modules.values()))}
+    stacks = {path: Projection(stack, 0, 0, ()) for path, stack in routed.items()}
+    fused = [f for of_layer in fused_parameters({path: names[path] for path in routed}, stacks).values() for f in of_layer.values()]
+    parameters = [one.name for one in fused] + [f"{module}.weight" for path in beside for module in names[path]]
+    return {
+        "target_modules": sorted(set().union(*(modules[path] for path in modules if path not in routed and path not in beside))),
+        "target_parameters": sorted(parameters),
+        **target_fields(fused, config.rank, config.alpha, config.rslora),
+    }
+
+
 def _per_module(factor: Any) -> np.ndarray:
     """``[L, R, D]`` or ``[L, E, R, D]`` -> ``[modules, R, D]``."""
     factor = np.asarray(factor)
@@ -111,11 +136,12 @@ def read_peft(directory: str | Path, names: Names, projections: Mapping[str, Pro
         projections: those projections.
 
     Returns:
-        The factors, float32, with layers and experts that the directory leaves out at zero, and their config.
+        The factors, float32, and their config. Layers that the directory leaves out are zero, as are dense layers and
+        shared experts beside routed ones of the same name.
 
     Raises:
         UserError: not a PEFT LoRA directory, a feature this does not cover, a tensor of no known projection, a wrong
-            shape, NaN weights, or nothing that binds.
+            shape, a layer with some of its experts only, NaN weights, or nothing that binds.
     """
     directory = Path(directory)
     config = _read_config(directory)
@@ -131,15 +157,14 @@ def read_peft(directory: str | Path, names: Names, projections: Mapping[str, Pro
 
     for name in [n for n in tensors if n.endswith((".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight"))]:
         del tensors[name]  # PEFT saves the frozen weights of an adapted embedding beside its adapter
-    scale = _Scale(config)
-    found: dict[str, dict[int, tuple[str, np.ndarray, np.ndarray]]] = {}
-    for path, modules in names.items():
-        for i, module in enumerate(modules):
-            name_a, name_b = _tensor_names(path, module)
-            if (name_a in tensors) != (name_b in tensors):
-                raise UserError(f"{directory}: {module} has only one of lora_A and lora_B; the file is incomplete")
-            if name_a in tensors:
-                found.setdefault(path, {})[i] = (module, tensors.pop(name_a), tensors.pop(name_b))
+
+    def take(module: str, path: str = "") -> tuple[np.ndarray, np.ndarray] | None:
+        name_a, name_b = _tensor_names(path, module)
+        if (name_a in tensors) != (name_b in tensors):
+            raise UserError(f"{directory}: {module} has only one of lora_A and lora_B; the file is incomplete")
+        return (tensors.pop(name_a), tensors.pop(name_b)) if name_a in tensors else None
+
+    found = _find(take, config, names, projections, directory)
     if tensors:
         raise UserError(
             f"{directory}: tensor {next(iter(tensors))!r} is no LoRA factor of this base: the adapter was trained on another model"
@@ -147,31 +172,89 @@ def read_peft(directory: str | Path, names: Names, projections: Mapping[str, Pro
     if not found:
         raise UserError(f"{directory}: no module of the adapter binds to this base: the adapter was trained on another model")
 
-    for module, a, b in (entry for layers in found.values() for entry in layers.values()):
-        if a.ndim != 2 or b.ndim != 2 or not a.shape[0]:
-            raise UserError(f"{directory}: {module} has lora_A {a.shape} and lora_B {b.shape}; expected two matrices of rank 1 or more")
-    rank = max(a.shape[0] for layers in found.values() for _, a, _ in layers.values())
+    rank = max(pair.a.shape[0] for pairs in found.values() for pair in pairs.values())
     alpha = float(config.get("lora_alpha", rank))
     targets = tuple(dict.fromkeys(path.rsplit("/", 1)[-1] for path in found))
     mine = AdapterConfig(rank, alpha, targets, bool(config.get("use_rslora", False)))
     flat = {}
-    for path, layers in found.items():
+    for path in [p for p in names if p.rsplit("/", 1)[-1] in targets]:
+        pairs = found.get(path, {})
         stack, D, F, _ = projections[path]
         count = len(names[path])
         a_all, b_all = np.zeros((count, rank, D), np.float32), np.zeros((count, rank, F), np.float32)
-        for i, (module, a, b) in layers.items():
-            r = a.shape[0]
-            if a.shape != (r, D) or b.shape != (F, r):
-                raise UserError(
-                    f"{directory}: {module} has lora_A {a.shape} and lora_B {b.shape}; this base needs ({r}, {D}) and ({F}, {r})"
-                )
-            scale.check_rank(module, r)
-            a_all[i, :r] = a
-            b_all[i, :r] = b.T.astype(np.float32) * np.float32(scale.of(module, r) / mine.scale)
+        for i, (a, b, scale) in pairs.items():
+            a_all[i, : a.shape[0]] = a
+            b_all[i, : a.shape[0]] = b.T.astype(np.float32) * np.float32(scale / mine.scale)
         flat |= {f"{path}/a": a_all.reshape(*stack, rank, D), f"{path}/b": b_all.reshape(*stack, rank, F)}
     adapter = params_lib.nest(flat)
     check_finite(adapter, str(directory))
     return adapter, mine
+
+
+def _find(
+    take: Callable[..., tuple[np.ndarray, np.ndarray] | None],
+    config: Mapping[str, Any],
+    names: Names,
+    projections: Mapping[str, Projection],
+    directory: Path,
+) -> Found:
+    """Takes the factors of all known modules out of a file."""
+    targets, patterns, fused = config.get("target_parameters") or (), Patterns(config), fused_parameters(names, projections)
+    _check_target_parameters(targets, names, fused, directory)
+    found = read_fused(take, fused, patterns, config.get("peft_version"), str(directory))
+    for path, modules in names.items():
+        for i, module in enumerate(modules):
+            if (pair := take(module, path)) is None:
+                continue
+            if i in found.get(path, {}):
+                raise UserError(f"{directory}: {module} has factors of its own beside the fused ones of all experts; keep one of the two")
+            # a matrix that is targeted as a parameter goes by that name in the patterns, too
+            key = f"{module}.weight" if is_targeted(f"{module}.weight", targets) else module
+            rank = _check_pair(*pair, module, projections[path], patterns.rank(key), directory)
+            found.setdefault(path, {})[i] = Pair(*pair, patterns.scale(key, rank))
+    for path, pairs in found.items():
+        if len(projections[path].stack) == 2:
+            _check_experts(pairs, names[path], projections[path].stack[1], directory)
+    for parameter in (p for of_layer in fused.values() for p in of_layer.values()):
+        if is_targeted(parameter.name, targets) and (lacking := [p for p in parameter.paths if parameter.first not in found.get(p, {})]):
+            raise UserError(f"{directory}: target_parameters names {parameter.name}, but the file has no factors of {lacking[0]} for it")
+    return found
+
+
+def _check_target_parameters(targets: Sequence[str], names: Names, fused: Mapping[str, Mapping[str, Fused]], directory: Path) -> None:
+    known = [parameter.name for of_layer in fused.values() for parameter in of_layer.values()]
+    known += [f"{module}.weight" for path, modules in names.items() if path != "embed" for module in modules]
+    for target in targets:
+        if not any(is_targeted(name, [target]) for name in known):
+            raise UserError(
+                f"{directory / CONFIG}: target_parameters is {sorted(targets)!r}, of which {target!r} is none that can be adapted in this "
+                f"base, like {known[0]!r}: the adapter was trained on another model"
+            )
+
+
+def _check_pair(a: np.ndarray, b: np.ndarray, module: str, projection: Projection, rank: int | None, directory: Path) -> int:
+    """The rank of a module's factors."""
+    if a.ndim != 2 or b.ndim != 2 or not a.shape[0]:
+        raise UserError(f"{directory}: {module} has lora_A {a.shape} and lora_B {b.shape}; expected two matrices of rank 1 or more")
+    r, D, F = a.shape[0], projection.d_in, projection.d_out
+    if a.shape != (r, D) or b.shape != (F, r):
+        raise UserError(
+            f"{directory}: {module} has lora_A {a.shape} and lora_B {b.shape}; this base needs ({r}, {D}) and ({F}, {r}): "
+            "the adapter was trained on another model"
+        )
+    if rank not in (r, None):
+        raise UserError(f"{module} has rank {r} but {CONFIG} says {rank}: config and weights do not belong together")
+    return r
+
+
+def _check_experts(pairs: Mapping[int, Pair], modules: Sequence[str], experts: int, directory: Path) -> None:
+    """All experts of a layer, or none."""
+    for first in sorted({i // experts * experts for i in pairs}):
+        if lacking := [i for i in range(first, first + experts) if i not in pairs]:
+            raise UserError(
+                f"{directory}: {modules[lacking[0]]} is missing, though {experts - len(lacking)} of the {experts} experts of its layer are "
+                "there: the file is incomplete; write all of them, with zeros where one is not adapted"
+            )
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
@@ -190,28 +273,3 @@ def _read_config(directory: Path) -> dict[str, Any]:
         if config.get(field) not in unused:
             raise UserError(f"{path}: {field} is {config[field]!r}, which is not supported; train or merge it without")
     return config
-
-
-class _Scale:
-    """The scale and rank that PEFT gives each module, with its patterns."""
-
-    def __init__(self, config: dict[str, Any]):
-        self.config = config
-        self.ranks: dict[str, int] = config.get("rank_pattern") or {}
-        self.alphas: dict[str, float] = config.get("alpha_pattern") or {}
-
-    @staticmethod
-    def _lookup(patterns: dict[str, Any], module: str, default: Any) -> Any:
-        for pattern, value in patterns.items():  # as PEFT matches them: a whole suffix of the module's name
-            if re.match(rf"(.*\.)?({pattern})$", module):
-                return value
-        return default
-
-    def check_rank(self, module: str, rank: int) -> None:
-        expected = self._lookup(self.ranks, module, self.config.get("r", rank))
-        if expected != rank:
-            raise UserError(f"{module} has rank {rank} but {CONFIG} says {expected}: config and weights do not belong together")
-
-    def of(self, module: str, rank: int) -> float:
-        alpha = float(self._lookup(self.alphas, module, self.config.get("lora_alpha", rank)))
-        return alpha / (rank**0.5 if self.config.get("use_rslora") else rank)

@@ -1,58 +1,26 @@
 """PEFT directories: what we write loads in PEFT, what PEFT writes loads here, and what cannot be imported is refused by name."""
 
-import functools
-import json
 import shutil
 import warnings
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import peft
 import pytest
 import torch
-from safetensors.numpy import load_file, save_file
 
 from mint_jax import params as params_lib
 from mint_jax.errors import UserError
 from mint_jax.lora import tree
-from mint_jax.lora.peft import is_peft, read_peft, write_peft
+from mint_jax.lora.peft import CONFIG, WEIGHTS, is_peft, read_peft, write_peft
 from mint_jax.lora.tree import LINEAR_TARGETS, AdapterConfig
-from mint_jax.models import hf, transformer
+from mint_jax.models import transformer
 from tests import oracles
+from tests.exchange import assert_same_logits, edit_config, edit_tensors, our_logits, peft_model, random_adapter, randomise, tables
 
 torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 LAYER0_Q = "base_model.model.model.layers.0.self_attn.q_proj"
-
-
-@functools.partial(jax.jit, static_argnames="cfg")
-def _logits(params, bound, tokens_BT, cfg):
-    positions = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
-    return transformer.logits(params, bound, transformer.hidden_states(params, bound, tokens_BT, positions, cfg)[0])
-
-
-def our_logits(base, adapter, config, tokens_BT):
-    one_policy = jax.tree.map(lambda x: jnp.asarray(x)[:, None], adapter)
-    return np.asarray(_logits(base.params, tree.bind([(one_policy, jnp.array([config.scale]))]), tokens_BT, base.cfg))
-
-
-def tables(base):
-    specs = transformer.abstract(base.cfg)
-    found = tree.projections(specs, tree.target_paths(specs))
-    return hf.module_names(base.cfg, found), found
-
-
-def random_adapter(rng, base, config):
-    draw = lambda spec: rng.normal(0, 0.5 * spec.shape[-1] ** -0.5, spec.shape).astype(np.float32)  # noqa: E731
-    return jax.tree.map(draw, tree.adapter_specs(transformer.abstract(base.cfg), config))
-
-
-def assert_same_logits(ours, theirs, bare):
-    # float32 sums of 48 to 97 terms over 3 layers, in another order than torch's
-    np.testing.assert_allclose(ours, theirs, rtol=0, atol=5e-6 * np.abs(theirs).max())
-    assert np.abs(theirs - bare).max() > 1e-2, "the adapter does nothing, so the comparison says nothing"
 
 
 @pytest.fixture
@@ -62,11 +30,7 @@ def saved(rng, hf_dirs, tmp_path):
     def save(family, dtype=torch.float32, **fields):
         torch.manual_seed(int(rng.integers(2**31)))
         config = peft.LoraConfig(**({"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj"]} | fields))
-        model = peft.get_peft_model(oracles.torch_model(hf_dirs(family)), config).eval()
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                if "lora_" in name:
-                    p.copy_(p.normal_(0, 0.5 * p.shape[-1] ** -0.5).to(dtype))
+        model = randomise(peft.get_peft_model(oracles.torch_model(hf_dirs(family)), config).eval())
         if dtype != torch.float32:
             for name, p in model.named_parameters():
                 p.data = p.data.to(dtype) if "lora_" in name else p.data
@@ -91,11 +55,8 @@ def test_peft_loads_what_we_write_and_reading_it_back_is_exact(family, config, r
     adapter, tokens_BT = random_adapter(rng, base, config), rng.integers(0, 97, (2, 9))
     names, shapes = tables(base)
     write_peft(tmp_path / "out", adapter, config, names, str(hf_dirs(family)))
-    torch_base = oracles.torch_model(hf_dirs(family))
-    bare = oracles.torch_logits(torch_base, tokens_BT)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*[Mm]issing.*")  # PEFT only warns where it finds no tensors for a module
-        model = peft.PeftModel.from_pretrained(torch_base, tmp_path / "out").eval()
+    bare = oracles.torch_logits(oracles.torch_model(hf_dirs(family)), tokens_BT)
+    model = peft_model(hf_dirs(family), tmp_path / "out")
     assert_same_logits(our_logits(base, adapter, config, tokens_BT), oracles.torch_logits(model, tokens_BT), bare)
     back, read = read_peft(tmp_path / "out", names, shapes)
     assert read == AdapterConfig(config.rank, config.alpha, read.targets, config.rslora)
@@ -171,17 +132,6 @@ def directory(written_once, tmp_path):
     return shutil.copytree(written_once, tmp_path / "peft")
 
 
-def edit(directory, **fields):
-    config = json.loads((directory / CONFIG).read_text()) | fields
-    (directory / CONFIG).write_text(json.dumps(config))
-
-
-def edit_tensors(directory, change):
-    tensors = load_file(directory / WEIGHTS)
-    change(tensors)
-    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
-
-
 REFUSED_FIELDS = [
     ({"peft_type": "LOHA"}, "peft_type is 'LOHA'; only LORA"),
     ({"peft_type": None}, "peft_type is None; only LORA"),
@@ -203,7 +153,7 @@ REFUSED_FIELDS = [
 
 @pytest.mark.parametrize(("fields", "message"), REFUSED_FIELDS, ids=[f"{n}={v}" for f, _ in REFUSED_FIELDS for n, v in f.items()])
 def test_features_that_change_the_outputs_are_refused(fields, message, directory, tiny_base):
-    edit(directory, **fields)
+    edit_config(directory, **fields)
     with pytest.raises(UserError, match=message):
         read_peft(directory, *tables(tiny_base("llama_bias")))
 

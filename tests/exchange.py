@@ -1,0 +1,89 @@
+"""What the tests of adapter exchange share: our logits under one adapter, random adapters, a base's name tables, PEFT's files."""
+
+import functools
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import peft
+import torch
+from safetensors.numpy import load_file, save_file
+
+from mint_jax.lora import tree
+from mint_jax.lora.peft import CONFIG, WEIGHTS
+from mint_jax.models import hf, transformer
+from tests import oracles
+
+
+@functools.partial(jax.jit, static_argnames="cfg")
+def _logits(params, bound, tokens_BT, cfg):
+    positions = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
+    return transformer.logits(params, bound, transformer.hidden_states(params, bound, tokens_BT, positions, cfg)[0])
+
+
+def our_logits(base, adapter, config, tokens_BT) -> np.ndarray:
+    """``[B, T, V]`` with one adapter for all rows."""
+    one_policy = jax.tree.map(lambda x: jnp.asarray(x)[:, None], adapter)
+    return np.asarray(_logits(base.params, tree.bind([(one_policy, jnp.array([config.scale]))]), tokens_BT, base.cfg))
+
+
+def tables(base):
+    """Module names and projections of everything that can be adapted in a base."""
+    specs = transformer.abstract(base.cfg)
+    found = tree.projections(specs, tree.target_paths(specs))
+    return hf.module_names(base.cfg, found), found
+
+
+def random_adapter(rng, base, config):
+    draw = lambda spec: rng.normal(0, 0.5 * spec.shape[-1] ** -0.5, spec.shape).astype(np.float32)  # noqa: E731
+    return jax.tree.map(draw, tree.adapter_specs(transformer.abstract(base.cfg), config))
+
+
+def assert_same_logits(ours, theirs, bare):
+    # float32 sums of 48 to 97 terms over 3 layers, in another order than torch's
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=5e-6 * np.abs(theirs).max())
+    assert np.abs(theirs - bare).max() > 1e-2, "the adapter does nothing, so the comparison says nothing"
+
+
+def peft_model(directory: str | Path, adapter: str | Path, trainable: bool = False) -> Any:
+    """A checkpoint with an adapter, loaded by PEFT; a module without its tensors is an error, where PEFT only warns."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*[Mm]issing.*")
+        return peft.PeftModel.from_pretrained(oracles.torch_model(directory), adapter, is_trainable=trainable).eval()
+
+
+def randomise(model: Any) -> Any:
+    """Random factors in place of PEFT's zero B: a trained adapter."""
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_" in name:
+                p.normal_(0, 0.5 * p.shape[-1] ** -0.5)
+    return model
+
+
+def tokens_off_ties(model: Any, rng, shape: tuple[int, int] = (2, 9), chosen: int = 3) -> np.ndarray:
+    """Tokens ``[B, T]`` whose last chosen and first rejected expert are far apart: rounding cannot exchange them."""
+    for _ in range(50):
+        tokens_BT = rng.integers(0, 97, shape)
+        with torch.no_grad():
+            scores = model(torch.tensor(tokens_BT), output_router_logits=True).router_logits
+        best = torch.cat([s.flatten(0, -2) for s in scores]).sort(-1, descending=True).values
+        if (best[:, chosen - 1] - best[:, chosen]).min() > 1e-4:
+            return tokens_BT
+    raise AssertionError("every draw has a tie between experts: are the router's weights zero?")
+
+
+def edit_config(directory: Path, **fields) -> None:
+    config = json.loads((directory / CONFIG).read_text()) | fields
+    (directory / CONFIG).write_text(json.dumps(config))
+
+
+def edit_tensors(directory: Path, change) -> None:
+    """``change`` gets the dict of tensors and alters it in place."""
+    tensors = load_file(directory / WEIGHTS)
+    change(tensors)
+    save_file({name: np.array(x, order="C") for name, x in tensors.items()}, directory / WEIGHTS, metadata={"format": "pt"})
