@@ -17,6 +17,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -29,7 +30,7 @@ from mint_jax.errors import UserError
 
 VARIABLES = ("MINT_COORDINATOR", "MINT_PROCESSES", "MINT_PROCESS")
 POLL_S = 5  # how often a waiting process looks whether another has failed; there is no limit on the wait, a reward may take hours
-LEAVE_S = 10  # how long a failing process waits for others that fail with it
+LEAVE_S = 10  # how long process 0, failing, waits for others that fail with it
 BARRIER_S = 3600  # how long processes wait for the slowest
 FORGET_EVERY = 1024  # of the agreements in the coordinator's memory, those before the last so many are dropped
 FAILED = "mint/failed"
@@ -192,7 +193,10 @@ def _wait_for(key: str) -> str:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
         if failed := _client().key_value_dir_get(FAILED):
-            raise RuntimeError(f"another process failed: {failed[0][1]}")
+            try:
+                return _client().key_value_try_get(key)  # set just before that
+            except jax.errors.JaxRuntimeError:
+                raise RuntimeError(f"another process failed: {failed[0][1]}") from None
 
 
 def require_same(what: str, make: Callable[[], Any]) -> None:
@@ -267,8 +271,9 @@ def replicate(tree: Any, mesh: Any) -> Any:
 def leave(status: int, reason: str) -> None:
     """Ends a failed process where there are several; returns in a single one.
 
-    An ordinary exit would wait for the others, which may be waiting for this one. Those that fail for the same reason are
-    given ``LEAVE_S`` seconds to say so; the rest hear the reason where they next wait, or lose their connection, and end too.
+    An ordinary exit would wait for the others, which may be waiting for this one. Process 0 has the key-value store, without
+    which the others abort: it gives those that fail for the same reason ``LEAVE_S`` seconds to say so. The rest hear the reason
+    where they next wait, or lose their connection, and end too.
     """
     if count() == 1:
         return
@@ -276,7 +281,11 @@ def leave(status: int, reason: str) -> None:
     sys.stderr.flush()
     try:
         _client().key_value_set(f"{FAILED}/{index()}", f"process {index()}: {reason}")
-        _client().wait_at_barrier("mint/leave", LEAVE_S * 1000)
+        deadline = time.monotonic() + LEAVE_S
+        while is_main() and time.monotonic() < deadline and len(_client().key_value_dir_get(FAILED)) < count():
+            time.sleep(0.1)
+        if is_main():
+            time.sleep(1)  # between their word and their end
     finally:
         os._exit(status)
 
