@@ -26,6 +26,8 @@ from mint_jax.params import ParamSpec
 
 MAX_RANK = 1024
 LINEAR_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
+ALL_LINEAR = "all-linear"  # every projection but embedding, unembedding and router, whatever the base calls them
+UNUSUAL = ("embed", "unembed", "router")  # adapted only where a config names them
 SLOT_AXIS = 1
 
 
@@ -37,7 +39,7 @@ class AdapterConfig:
         rank: R, at least 1.
         alpha: scale numerator: the delta is ``alpha / rank * B A x``, or ``alpha / sqrt(rank)`` with ``rslora``
             (arXiv 2312.03732).
-        targets: short names of the adapted projections.
+        targets: short names of the adapted projections, or ``all-linear``.
     """
 
     rank: int
@@ -111,9 +113,10 @@ def projections(base_specs: Any, targets: Iterable[str]) -> dict[str, Projection
     if not targets:
         raise UserError(f"targets is empty: name at least one of {', '.join(known)}")
     found = {}
-    for target in targets:
+    wanted = [t for target in targets for t in ([n for n in known if n not in UNUSUAL] if target == ALL_LINEAR else [target])]
+    for target in wanted:
         if target not in known:
-            raise UserError(f"target {target!r} is not a projection of this base; choose from {', '.join(known)}")
+            raise UserError(f"target {target!r} is not a projection of this base; choose from {ALL_LINEAR}, {', '.join(known)}")
         for path in known[target]:
             found[path] = _projection_at(base_specs, path)
     return found

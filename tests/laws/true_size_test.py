@@ -10,7 +10,9 @@ from mint_jax import params as params_lib
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig, bucket_of
 from mint_jax.models import transformer
-from mint_jax.models.config import ModelConfig
+from mint_jax.models.config import Experts, ModelConfig
+from mint_jax.rollout import generate
+from mint_jax.rollout.sample import SamplingParams
 from mint_jax.rollout.score import next_token_logprobs
 from mint_jax.train import state as state_lib
 from mint_jax.train import step
@@ -20,6 +22,7 @@ from mint_jax.train.losses import LossCoefs, Targets
 # One layer, for XLA's count takes the body of a loop once whatever its length.
 CFG = ModelConfig("llama", vocab_size=40, d_model=48, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=80)
 IN_PLUS_OUT = 2 * (48 + 64) + 2 * (48 + 32) + 3 * (48 + 80)  # q o, k v, gate up down
+MOE = CFG.replace(experts=Experts(count=6, per_token=2, width=56))
 B, T, M = 2, 24, 8
 
 
@@ -84,3 +87,36 @@ def test_slots_that_are_not_in_the_batch_cost_nothing(program):
     assert in_place >= 28 * 4 * one_slot, "the state is updated where it is"
     copied = many.memory_analysis().temp_size_in_bytes - few.memory_analysis().temp_size_in_bytes
     assert copied < one_slot, f"28 slots that nobody steps cost {copied / one_slot:.0f} times an adapter in copies"
+
+
+@functools.partial(jax.jit, static_argnames="cfg")
+def _decode(params, stacks, slots, cache, lengths, state, sampling, limits, *, cfg):
+    return generate.decode(params, lora_tree.bind_slots(stacks, slots), cache, lengths, state, sampling, limits, jnp.int32(1), cfg=cfg)
+
+
+@pytest.mark.parametrize("cfg", [CFG, MOE], ids=["dense", "experts"])
+def test_decoding_costs_the_same_however_many_adapters_are_resident(cfg):
+    """Two rows, each with its own adapter, out of 2 or of 16."""
+
+    def struct(dtype, *shape):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    specs, slots = transformer.abstract(cfg), {4: struct(jnp.int32, 2)}
+    params, sampling = params_lib.abstract(specs), SamplingParams(*(struct(jnp.float32, 2) for _ in range(4)), struct(jnp.uint32, 2))
+    sampling, limits = sampling._replace(top_k=struct(jnp.int32, 2)), generate.Limits(struct(jnp.int32, 2), struct(jnp.int32, 2, 1))
+    prompts = struct(jnp.int32, 2, T), struct(jnp.int32, 2), sampling, limits
+    cache, state = jax.eval_shape(lambda *args: generate.prefill(*args, cfg=cfg, rollouts=1, new_tokens=M), params, None, *prompts)
+
+    def cost(resident):
+        stacks = jax.eval_shape(lambda: {4: lora_tree.empty_stack(specs, lora_tree.LINEAR_TARGETS, 4, resident)})
+        program = _decode.lower(params, stacks, slots, cache, prompts[1], state, sampling, limits, cfg=cfg).compile()
+        return program.cost_analysis(), program.memory_analysis()
+
+    (few, few_memory), (many, many_memory) = cost(2), cost(16)
+    assert many["flops"] == pytest.approx(few["flops"], rel=1e-3)  # clamping a few indices is counted
+    # XLA counts a lookup as a read of the whole table, though it reads the two slots: all else must read the same
+    lookup = many_memory.argument_size_in_bytes - few_memory.argument_size_in_bytes
+    assert many["bytes accessed"] - few["bytes accessed"] <= 1.01 * lookup
+    one_slot = params_lib.nbytes(lora_tree.stack_specs(specs, lora_tree.LINEAR_TARGETS, 4, 1))
+    assert lookup == 14 * one_slot + 14 * 4  # factors and scales
+    assert many_memory.temp_size_in_bytes - few_memory.temp_size_in_bytes < one_slot, "nothing is copied for adapters that nobody uses"

@@ -14,6 +14,7 @@ from mint_jax import params as params_lib
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import transformer
+from mint_jax.models.grouped import tile_rows
 from mint_jax.rollout import generate
 from mint_jax.rollout.sample import SamplingParams
 from mint_jax.train import state as state_lib
@@ -115,8 +116,8 @@ def test_vmap_of_one_policy_is_one_base_matmul(tiny_base):
     assert all(math.prod(shape) == P * B * T * 4 for shape in deltas)
 
 
-def test_training_step_is_one_base_matmul_forward_and_one_backward(tiny_base):
-    cfg = tiny_base("llama").cfg
+def training_args(cfg):
+    """Shapes of the arguments of ``step.forward_backward``."""
     specs = transformer.abstract(cfg)
     state = jax.eval_shape(lambda: state_lib.empty(specs, [AdapterConfig(r) for r in RANKS]))
     ints, floats = struct(jnp.int32, P, B, M), struct(jnp.float32, P, B, M)
@@ -126,10 +127,40 @@ def test_training_step_is_one_base_matmul_forward_and_one_backward(tiny_base):
     kinds = {"kind": jnp.int32, "kl_kind": jnp.int32}
     coefs = LossCoefs(*(struct(kinds.get(name, jnp.float32), P) for name in LossCoefs._fields))
     slots = {1: struct(jnp.int32, 1), 4: struct(jnp.int32, 2), 8: struct(jnp.int32, 2)}
+    return params_lib.abstract(specs), state, batch, coefs, slots
+
+
+def test_training_step_is_one_base_matmul_forward_and_one_backward(tiny_base):
+    cfg = tiny_base("llama").cfg
     fn = jax.jit(lambda *args: step.forward_backward(*args, cfg=cfg, remat="names"))
     # the forward pass of the unembedding also makes its gradient: logits, and the mean row under them
-    args = params_lib.abstract(specs), state, batch, coefs, slots
-    check(fn, args, cfg, rows=P * B * T, passes=2, unembed=Counter({P * B * M: 2}))
+    check(fn, training_args(cfg), cfg, rows=P * B * T, passes=2, unembed=Counter({P * B * M: 2}))
+
+
+def test_training_step_is_one_grouped_matmul_of_the_experts_forward_and_one_backward(tiny_base):
+    """Every projection of the experts meets the rows of all policies at once."""
+    cfg = tiny_base("qwen3_moe").cfg
+    E, D, F, rows = cfg.experts.count, cfg.d_model, cfg.experts.width, P * B * T * cfg.experts.per_token
+    fn = jax.jit(lambda *args: step.forward_backward(*args, cfg=cfg, remat="none"))
+    traced = fn.trace(*training_args(cfg))
+    grouped = Counter()
+    for e in equations(traced.jaxpr.jaxpr):  # the form of accelerators; that of the CPU stands beside it
+        if e.primitive.name == "ragged_dot_general" and set(e.invars[1].aval.shape) == {E, D, F}:
+            grouped[e.invars[0].aval.shape] += 1
+    # into F: gate and up forward, down backward; into D: down forward, gate and up backward
+    assert grouped == {(rows, D): 3, (rows, F): 3}
+    text = traced.lower().compile().as_text()
+    shapes = {name: tuple(map(int, dims.split(","))) for name, dims in re.findall(r"%([\w.-]+) = \w+\[([\d,]+)\]", text)}
+    calls = re.findall(r"%([\w.-]+) = \w+\[[\d,]+\]\S* (?:dot|custom-call)\(([^)]*)\)", text)
+    tiles = Counter()
+    for name, operands in calls:  # on CPU a loop over tiles, each a product with one expert's matrix
+        if any({D, F} == set(shapes.get(x, ())) - {1} for x in re.findall(r"%([\w.-]+)", operands)):
+            tiles[shapes[name]] += 1
+    tile = tile_rows(rows, E)
+    assert tiles == {(tile, F): 3, (tile, D): 3}
+    for dims in set(re.findall(r"\w+\[([\d,]+)\]", text)):
+        shape = tuple(map(int, dims.split(",")))
+        assert not ({D, F} <= set(shape) and math.prod(shape) >= P * E * D * F), f"[{dims}] is the experts for every policy"
 
 
 def test_sampling_is_one_base_matmul_a_token(tiny_base):

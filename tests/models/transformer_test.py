@@ -187,7 +187,7 @@ def _cached_logits(params, tokens, positions, cache, lengths, cfg):
     return logits(params, None, h), kv
 
 
-@pytest.mark.parametrize("name", ["llama_llama3", "qwen3", "deepseek_v3_dense", "deepseek_v3_yarn_dense", "moonlight_dense"])
+@pytest.mark.parametrize("name", ["llama_llama3", "qwen3", "qwen3_moe", "deepseek_v3", "moonlight"])
 def test_decoding_with_a_cache_equals_the_full_forward(name, hf_dirs, tiny_base, rng):
     """Two padded prompts, shared by two rows each; then three new tokens at once, then one with both parts of the cache."""
     base, run = tiny_base(name), jax.jit(_cached_logits, static_argnames="cfg")

@@ -1,0 +1,32 @@
+"""What adapters add to a layer of routed experts, for 1, 8 and 64 policies, and against ``ragged_dot`` over (expert, slot).
+
+Command: python -m mint_jax.launch --config=configs/bench/moe_step.py --workdir=runs/bench/moe_step
+Short:   --config=configs/bench/moe_step.py:ci
+Whole:   --config=configs/bench/moe_step.py:gpu  (the layer of Qwen3-30B-A3B at its width)
+Default size: that layer at half its width, a few minutes on two CPU cores, 8 GB of memory.
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config(size: str = "default") -> ConfigDict:
+    config = ConfigDict()
+    config.job = "bench"
+    config.bench = "moe_step"
+    config.seed = 0
+    config.n = 7
+    config.rank = 8
+    config.policies = (1, 8, 64)
+    config.size = ConfigDict({"layers": 1, "experts": 128, "per_token": 8, "d_model": 1024, "width": 384, "rows": 64, "tokens": 32})
+    config.ragged_policies = 8
+    config.ragged = ConfigDict({"layers": 1, "experts": 32, "per_token": 8, "d_model": 512, "width": 192, "rows": 8, "tokens": 16})
+    if size == "ci":
+        config.n = 5
+        config.policies = (1, 8)
+        config.size.update({"experts": 16, "per_token": 4, "d_model": 256, "width": 96, "rows": 16})
+        config.ragged.update({"experts": 16, "per_token": 4, "d_model": 128, "width": 48})
+    elif size == "gpu":
+        config.size.update({"d_model": 2048, "width": 768, "tokens": 256})
+    elif size != "default":
+        raise ValueError(f"moe_step size {size!r}; expected default, ci or gpu")
+    return config

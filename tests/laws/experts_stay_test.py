@@ -1,0 +1,86 @@
+"""Law: tokens travel to the experts, never an expert to the tokens.
+
+In the compiled training step of a tiny Qwen3-MoE over eight devices no collective carries an array as large as one layer's
+expert matrices of one device, nor one that has both dimensions of such a matrix. The dimensions are chosen so that every
+activation and every adapter is smaller than these.
+"""
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from mint_jax import params as params_lib
+from mint_jax import sharding
+from mint_jax.lora.tree import AdapterConfig
+from mint_jax.mesh import make_mesh
+from mint_jax.models import expert_parallel, transformer
+from mint_jax.models.config import Experts, ModelConfig
+from mint_jax.train import state as state_lib
+from mint_jax.train import step
+from mint_jax.train.batch import Batch
+from mint_jax.train.losses import LossCoefs, Targets
+
+SHAPE = {"vocab_size": 96, "d_model": 48, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "d_ff": 80, "qk_norm": True}
+CFG = ModelConfig("qwen3_moe", **SHAPE, experts=Experts(count=16, per_token=2, width=112))
+SIZES = {"fsdp": 2, "expert": 2, "tensor": 2}
+P, B, T, M = 2, 4, 7, 3  # policies, rows of each, tokens and targets of a row
+COLLECTIVES = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter|collective-broadcast"
+
+
+def collectives(text: str) -> list[tuple[str, tuple[int, ...]]]:
+    """(name, shape) of everything that collectives of a compiled program read or write."""
+    shapes = {name: _shapes(kind) for name, kind in re.findall(r"%([\w.-]+) = (\([^)]*\)|\S+) ", text)}
+    out = []
+    for kind, name, operands in re.findall(rf" = (\([^)]*\)|\S+) ({COLLECTIVES})(?:-start)?\(([^)]*)\)", text):
+        read = [shape for operand in re.findall(r"%([\w.-]+)", operands) for shape in shapes.get(operand, [])]
+        out += [(name, shape) for shape in _shapes(kind) + read]
+    return out
+
+
+def _shapes(text: str) -> list[tuple[int, ...]]:
+    return [tuple(map(int, filter(None, dims.split(",")))) for dims in re.findall(r"\w+\[([\d,]*)\]", text)]
+
+
+def _compiled() -> str:
+    mesh, specs = make_mesh(SIZES), transformer.abstract(CFG)
+    params = params_lib.abstract(specs, sharding.shardings(specs, mesh))
+    state = jax.eval_shape(lambda: state_lib.empty(specs, [AdapterConfig(1)] * P))
+
+    def struct(dtype, *shape):
+        return jax.ShapeDtypeStruct((P, *shape), dtype)
+
+    ints, floats, tokens = struct(jnp.int32, B, M), struct(jnp.float32, B, M), struct(jnp.int32, B, T)
+    batch = Batch(tokens, tokens, tokens, tokens, ints, ints, Targets(floats, floats, floats, floats, ints, struct(jnp.float32, 0)))
+    coefs = LossCoefs(*(struct(jnp.int32 if name in ("kind", "kl_kind") else jnp.float32) for name in LossCoefs._fields))
+    slots = {1: jax.ShapeDtypeStruct((P,), jnp.int32)}
+    with jax.set_mesh(mesh):
+        step.forward_backward.clear_cache()
+        return step.forward_backward.lower(params, state, batch, coefs, slots, cfg=CFG, remat="names").compile().as_text()
+
+
+@pytest.mark.parametrize(("limit", "travels"), [(1 << 30, "all-gather"), (0, "all-to-all")], ids=["gather", "all_to_all"])
+def test_no_collective_carries_an_expert(limit, travels, monkeypatch):
+    monkeypatch.setattr(expert_parallel, "GATHER_TOKENS", limit)
+    assert CFG.experts is not None
+    D, F, here = CFG.d_model, CFG.experts.width, CFG.experts.count // math.prod(SIZES.values())
+    tokens = P * B * T
+    assert tokens * CFG.experts.per_token * D < here * D * F, "an activation must not be mistaken for an expert"
+    text = _compiled()
+    assert re.search(rf"\[(?:\d+,)?{here},{D},{F}\]", text), "a device holds whole experts, and its share of them only"
+    carried = collectives(text)
+    assert any(name == travels and D in shape for name, shape in carried), "tokens travel"
+    for name, shape in carried:
+        assert math.prod(shape) < here * D * F, f"{name} of {list(shape)}"
+        assert not {D, F} <= set(shape), f"{name} of {list(shape)}"
+    step.forward_backward.clear_cache()
+
+
+def test_the_check_sees_an_expert_that_travels():
+    mesh = make_mesh(SIZES)
+    split = jax.NamedSharding(mesh, sharding.partition(("experts",), mesh))
+    w = jax.ShapeDtypeStruct((16, 48, 112), jnp.float32, sharding=split)
+    text = jax.jit(lambda w: w * 2, out_shardings=jax.NamedSharding(mesh, jax.sharding.PartitionSpec())).lower(w).compile().as_text()
+    assert any({48, 112} <= set(shape) and math.prod(shape) == 16 * 48 * 112 for _, shape in collectives(text))

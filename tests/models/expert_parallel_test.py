@@ -1,0 +1,124 @@
+"""Experts over eight devices equal one device, forward and backward, whichever way tokens travel and however skewed they are.
+
+Axes: B rows, T tokens, X experts of a token, E experts, D model width, F expert width, P blocks, R rank.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mint_jax import sharding
+from mint_jax.lora.apply import Bound
+from mint_jax.mesh import make_mesh
+from mint_jax.models import expert_parallel
+from mint_jax.models.expert_parallel import AllToAll, Gather, routed
+
+E, X, D, F, T = 16, 3, 12, 10, 7
+ENDS = {"gate": (D, F), "up": (D, F), "down": (F, D)}
+MESHES = {
+    "data2-fsdp2-tensor2": {"data": 2, "fsdp": 2, "tensor": 2},  # adapters are summed over data; tensor holds the same tokens
+    "expert4-tensor2": {"expert": 4, "tensor": 2},
+    "tensor8": {"tensor": 8},  # every device holds all tokens
+}
+WAYS = {"gather": (1 << 30, Gather), "all_to_all": (0, AllToAll)}
+
+
+def _normal(rng, shape, scale=1.0):
+    return jnp.asarray(rng.normal(size=shape, scale=scale), jnp.float32)
+
+
+def _problem(rng, routing="random", rows=2):
+    """Two rank buckets and a base block, ``rows`` rows each."""
+    p = {n: {"w": _normal(rng, (E, *ends), ends[0] ** -0.5)} for n, ends in ENDS.items()}
+    counts = {2: 2, 4: 1}
+    buckets = tuple({n: {f: _normal(rng, (P, E, r, ENDS[n][f == "b"]), 0.4) for f in "ab"} for n in ENDS} for r, P in counts.items())
+    lora = Bound(buckets, tuple(counts.values()), 1)
+    B = rows * lora.total_blocks
+    ids = np.argsort(rng.random((B, T, E)), axis=-1)[..., :X].astype(np.int32)
+    ids[rng.random(ids.shape) < 0.1] = -1
+    if routing == "one_expert":  # everybody's only visit
+        ids[:] = -1
+        ids[..., 0] = 5
+    elif routing == "one_device":  # where it meets two experts
+        ids[:] = np.array([2, 3, -1])
+    return _normal(rng, (B, T, D)), jnp.asarray(ids), _normal(rng, (B, T, X)), p, lora, _normal(rng, (B, T, D))
+
+
+@jax.jit
+def _run(x, ids, weights, p, lora, g):
+    def loss(x, weights, buckets):
+        y = routed(x, ids, weights, p, lora.replace(buckets=buckets))
+        return jnp.sum(y * g), y
+
+    grads, y = jax.grad(loss, (0, 1, 2), has_aux=True)(x, weights, lora.buckets)
+    return y, grads
+
+
+def _over_mesh(sizes, x, ids, weights, p, lora, g):
+    mesh = make_mesh(sizes)
+    split = sharding.partition(("experts",), mesh)
+    p = jax.device_put(p, jax.tree.map(lambda _: jax.NamedSharding(mesh, split), p))
+    factors = jax.NamedSharding(mesh, jax.sharding.PartitionSpec(None, *split))
+    lora = jax.device_put(lora, jax.tree.map(lambda _: factors, lora))
+    with jax.set_mesh(mesh):
+        y, grads = _run(x, ids, weights, p, lora, g)
+        assert all(leaf.sharding.is_equivalent_to(factors, leaf.ndim) for leaf in jax.tree.leaves(grads[2])), (
+            "gradients stay with their experts"
+        )
+        return jax.device_get((y, grads))
+
+
+def _assert_equal(got, want):
+    # float32: sums over visits and devices come in another order
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, np.abs(b).max())), got, want)
+
+
+@pytest.fixture(params=WAYS)
+def way(request, monkeypatch):
+    """Makes all tokens travel one way, and checks that they do."""
+    limit, kind = WAYS[request.param]
+    monkeypatch.setattr(expert_parallel, "GATHER_TOKENS", limit)
+    _run.clear_cache()
+    choose, chosen = expert_parallel._exchange, []
+    monkeypatch.setattr(expert_parallel, "_exchange", lambda *args: chosen.append(choose(*args)) or chosen[-1])
+    yield chosen
+    assert chosen
+    assert all(isinstance(exchange, kind) for exchange in chosen)
+    _run.clear_cache()
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+def test_eight_devices_equal_one(sizes, way, rng):
+    problem = _problem(rng)
+    _assert_equal(_over_mesh(MESHES[sizes], *problem), jax.device_get(_run(*problem)))
+
+
+@pytest.mark.parametrize("routing", ["one_expert", "one_device"])
+def test_no_token_is_dropped_when_all_go_to_one_place(routing, way, rng):
+    problem = _problem(rng, routing, rows=4)
+    _assert_equal(_over_mesh(MESHES["expert4-tensor2"], *problem), jax.device_get(_run(*problem)))
+    visits = 16 * T // 8  # a device's share of the tokens, all for one other device
+    assert all(exchange.room < visits for exchange in way if isinstance(exchange, AllToAll)), "one round must not be enough"
+
+
+def test_rows_that_the_mesh_does_not_divide(way, rng):
+    problem = _problem(rng, rows=3)  # 12 rows on 8 ways
+    _assert_equal(_over_mesh({"fsdp": 4, "expert": 2}, *problem), jax.device_get(_run(*problem)))
+
+
+def test_a_base_without_adapters(way, rng):
+    x, ids, weights, p, _, g = _problem(rng)
+    problem = x, ids, weights, p, Bound((), (), 1), g
+    _assert_equal(_over_mesh(MESHES["expert4-tensor2"], *problem), jax.device_get(_run(*problem)))
+
+
+def test_few_tokens_are_gathered_and_many_exchanged():
+    mesh = make_mesh(MESHES["expert4-tensor2"]).abstract_mesh
+    most = expert_parallel.GATHER_TOKENS // 4  # tokens of a device: four devices have different ones
+    assert isinstance(expert_parallel._exchange(mesh, most, X, 2), Gather)
+    exchange = expert_parallel._exchange(mesh, most + 1, X, 2)
+    assert isinstance(exchange, AllToAll)
+    pairs = -(-(most + 1) // 2) * X  # the two devices of ``tensor`` share the work
+    assert exchange.room >= expert_parallel.SLACK * pairs / 8
+    assert exchange.room < 1.5 * pairs / 8, "what a device sends at once must not grow with the number of devices"

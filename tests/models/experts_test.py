@@ -1,0 +1,158 @@
+"""Routed experts with packed adapters against a loop over tokens, experts and adapters in float64.
+
+Axes: B rows, T tokens, X experts of a token, E experts, D model width, F expert width, P blocks, R rank.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from mint_jax.lora.apply import Bound
+from mint_jax.models.expert_parallel import routed
+from mint_jax.models.experts import sort_rows
+
+E, X, D, F, T = 6, 3, 10, 7, 9
+WIDTHS = {"gate": (D, F), "up": (D, F), "down": (F, D)}
+# blocks of each rank bucket, the base's blocks; two rows a block
+BLOCKS = {
+    "base": ({}, 3),
+    "one_bucket": ({2: 3}, 0),
+    "two_buckets": ({2: 2, 4: 3}, 0),
+    "buckets_and_base": ({1: 1, 4: 2}, 2),
+    "one_policy": ({8: 1}, 0),
+}
+PARTLY = {"one_bucket": (), "two_buckets": ("up",)}  # projections that the first bucket does not adapt
+
+
+def _normal(rng, shape, scale=1.0):
+    return jnp.asarray(rng.normal(size=shape, scale=scale), jnp.float32)
+
+
+def _problem(rng, name):
+    counts, base = BLOCKS[name]
+    p = {n: {"w": _normal(rng, (E, *ends), ends[0] ** -0.5)} for n, ends in WIDTHS.items()}
+    buckets = []
+    for i, (rank, P) in enumerate(counts.items()):
+        names = [n for n in WIDTHS if i or n not in PARTLY.get(name, ())]
+        buckets.append({n: {f: _normal(rng, (P, E, rank, WIDTHS[n][f == "b"]), 0.4) for f in "ab"} for n in names})
+    lora = Bound(tuple(buckets), tuple(counts.values()), base)
+    B = 2 * lora.total_blocks
+    ids = np.argsort(rng.random((B, T, E)), axis=-1)[..., :X].astype(np.int32)
+    ids[rng.random(ids.shape) < 0.2] = -1  # visits nobody
+    ids[:, 0] = -1
+    return _normal(rng, (B, T, D)), ids, _normal(rng, (B, T, X)), p, lora, _normal(rng, (B, T, D))
+
+
+def _loop(x_BTD, ids, weights_BTX, p, lora, g_BTD):
+    """The outputs, and the gradients of ``sum(outputs * g)`` with respect to x, weights and factors; each visit alone."""
+
+    def leaf(v):
+        return torch.tensor(np.asarray(v, np.float64), requires_grad=True)
+
+    x, weights, factors = leaf(x_BTD), leaf(weights_BTX), jax.tree.map(leaf, lora.buckets)
+    matrices = {n: torch.tensor(np.asarray(leaf["w"], np.float64)) for n, leaf in p.items()}
+    block_of = [(b, i) for b, n in enumerate(lora.blocks) for i in range(n)] + [None] * lora.base_blocks
+    rows = x.shape[0] // lora.total_blocks
+
+    def project(h, name, e, block):
+        y = h @ matrices[name][e]
+        if block is not None and name in factors[block[0]]:
+            pair = factors[block[0]][name]
+            y = y + (pair["a"][block[1], e] @ h) @ pair["b"][block[1], e]
+        return y
+
+    total, out = torch.zeros((), dtype=torch.float64), np.zeros(x.shape)
+    for b, t, k in np.argwhere(ids >= 0):
+        e, block = ids[b, t, k], block_of[b // rows]
+        gate, up = project(x[b, t], "gate", e, block), project(x[b, t], "up", e, block)
+        y = weights[b, t, k] * project(torch.nn.functional.silu(gate) * up, "down", e, block)
+        out[b, t] += y.detach().numpy()
+        total = total + y @ torch.tensor(np.asarray(g_BTD[b, t], np.float64))
+    total.backward()
+    return out, jax.tree.map(lambda v: np.zeros(v.shape) if v.grad is None else v.grad.numpy(), (x, weights, factors))
+
+
+@jax.jit
+def _ours(x, ids, weights, p, lora, g):
+    def loss(x, weights, buckets):
+        y = routed(x, ids, weights, p, lora.replace(buckets=buckets))
+        return jnp.sum(y * g), y
+
+    grads, y = jax.grad(loss, (0, 1, 2), has_aux=True)(x, weights, lora.buckets)
+    return y, grads
+
+
+def _assert_close(got, want):
+    # float32: three products of at most 10 terms one after the other, sums over at most 20 visits
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, np.abs(b).max())), got, want)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_outputs_and_gradients_equal_a_loop(name, rng):
+    x, ids, weights, p, lora, g = problem = _problem(rng, name)
+    y, grads = _ours(*problem)
+    _assert_close((y, grads), _loop(*problem))
+    assert not np.any(y[:, 0]), "a token that visits nobody gets nothing"
+    assert not np.any(np.asarray(grads[1])[ids < 0])
+
+
+def test_no_adapters_at_all_is_the_base(rng):
+    x, ids, weights, p, lora, _ = _problem(rng, "base")
+    np.testing.assert_array_equal(routed(x, ids, weights, p, None), routed(x, ids, weights, p, lora))
+
+
+def test_padded_ranks_change_nothing(rng):
+    """A policy of rank 3 in bucket 4: its fourth row of A and B is zero, gets a zero gradient, and takes no part."""
+    x, ids, weights, p, lora, g = _problem(rng, "two_buckets")
+    low, high = lora.buckets
+    narrow = jax.tree.map(lambda v: v[:, :, :3], high)
+    padded = jax.tree.map(lambda v: jnp.pad(v, ((0, 0), (0, 0), (0, 1), (0, 0))), narrow)
+    y3, grads3 = _ours(x, ids, weights, p, lora.replace(buckets=(low, narrow)), g)
+    y4, grads4 = _ours(x, ids, weights, p, lora.replace(buckets=(low, padded)), g)
+    _assert_close(y4, y3)
+    _assert_close(jax.tree.map(lambda v: v[:, :, :3], grads4[2][1]), grads3[2][1])
+    assert all(not np.any(v[:, :, 3:]) for v in jax.tree.leaves(grads4[2][1]))
+
+
+def test_one_policy_is_alone(rng):
+    """Another policy's factors change neither the outputs nor the gradients of a policy, to the bit."""
+    x, ids, weights, p, lora, g = _problem(rng, "two_buckets")
+    low, high = lora.buckets
+    other = jax.tree.map(lambda v: v.at[1].multiply(3.0), high)
+    (y, grads), (y2, grads2) = (_ours(x, ids, weights, p, lora.replace(buckets=(low, h)), g) for h in (high, other))
+    mine = np.array([b // 2 != 3 for b in range(len(x))])  # block 3 is the second of the second bucket
+    np.testing.assert_array_equal(y[mine], y2[mine])
+    assert (np.asarray(y[~mine]) != np.asarray(y2[~mine])).any()
+    for got, want in zip(jax.tree.leaves(grads2[2]), jax.tree.leaves(grads[2])):
+        others = [i for i in range(len(got)) if not (len(got) == 3 and i == 1)]
+        np.testing.assert_array_equal(got[np.array(others)], want[np.array(others)])
+
+
+def test_bfloat16_rounds_little(rng):
+    x, ids, weights, p, lora, g = _problem(rng, "buckets_and_base")
+    exact, _ = _loop(x, ids, weights, p, lora, g)
+    half = jax.tree.map(lambda v: v.astype(jnp.bfloat16), (x, p, lora))
+    y = routed(half[0], ids, weights, half[1], half[2])
+    assert y.dtype == jnp.bfloat16
+    # some eight roundings of 2**-9 on the way of terms as large as the largest output
+    np.testing.assert_allclose(np.asarray(y, np.float64), exact, atol=0.03 * np.abs(exact).max())
+
+
+def test_rows_are_sorted_by_expert_then_block(rng):
+    M, blocks = 50, 4
+    expert, block = rng.integers(-1, E + 2, M).astype(np.int32), rng.integers(blocks, size=M).astype(np.int32)
+    order = sort_rows(jnp.asarray(expert), jnp.asarray(block), E, blocks)
+    here = (expert >= 0) & (expert < E)
+    want = sorted(range(M), key=lambda m: (expert[m], block[m]) if here[m] else (E, 0))
+    np.testing.assert_array_equal(order.order, want)
+    np.testing.assert_array_equal(np.asarray(order.order)[np.asarray(order.inverse)], np.arange(M))
+    np.testing.assert_array_equal(order.counts, [[np.sum((expert == e) & (block == b)) for b in range(blocks)] for e in range(E)])
+    np.testing.assert_array_equal(order.block, np.where(here, block, blocks)[np.array(want)])
+
+
+def test_rows_that_blocks_do_not_divide_are_refused(rng):
+    x, ids, weights, p, lora, _ = _problem(rng, "one_bucket")
+    with pytest.raises(ValueError, match="5 rows do not fall into 3 equal blocks"):
+        routed(x[:5], ids[:5], weights[:5], p, lora)

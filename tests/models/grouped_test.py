@@ -1,0 +1,110 @@
+"""Grouped matmul against a loop in float64, in the form of the CPU and in that of accelerators.
+
+Axes: M rows, G groups, W matrices, K in, N out.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mint_jax.models import grouped
+from mint_jax.models.grouped import grouped_matmul
+
+K, N = 11, 13
+SIZES = {
+    "even": (8, 8, 8, 8),
+    "zeros": (0, 5, 0, 0, 17, 0),
+    "skewed": (1, 290, 0, 2),  # more than two of the largest tiles
+    "one": (0, 0, 33),
+    "none": (0, 0),
+}
+BEHIND = (0, 9)  # rows behind the last group
+
+
+def _problem(rng, sizes, behind, index, transposed, dtype=np.float32):
+    M, G = sum(sizes) + behind, len(sizes)
+    index_G = jnp.asarray(rng.permutation(G + 2)[:G], jnp.int32) if index else None  # each matrix at most once, two without a group
+    shape = (G + 2 if index else G, *((N, K) if transposed else (K, N)))
+    x_MK, w, g_MN = (jnp.asarray(rng.normal(size=s), dtype) for s in ((M, K), shape, (M, N)))
+    return x_MK, w, jnp.array(sizes, jnp.int32), index_G, g_MN
+
+
+def _loop(x_MK, w, sizes, index, g_MN, transposed):
+    """The product, and the gradients of ``sum(product * g)``, all in float64."""
+    x, w, g = (np.asarray(v, np.float64) for v in (x_MK, w, g_MN))
+    w = w.swapaxes(1, 2) if transposed else w
+    y, dx, dw, start = np.zeros(g.shape), np.zeros(x.shape), np.zeros(w.shape), 0
+    for group, size in enumerate(np.asarray(sizes)):
+        rows, matrix = slice(start, start + size), group if index is None else index[group]
+        y[rows], dx[rows] = x[rows] @ w[matrix], g[rows] @ w[matrix].T
+        dw[matrix] += x[rows].T @ g[rows]
+        start += size
+    return y, dx, dw.swapaxes(1, 2) if transposed else dw
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("index", [False, True])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_products_and_gradients_equal_a_loop(sizes, index, transposed, rng):
+    for behind in BEHIND:
+        if not sum(SIZES[sizes]) + behind:
+            continue
+        x, w, size, indices, g = _problem(rng, SIZES[sizes], behind, index, transposed)
+        y, vjp = jax.vjp(lambda x, w, s=size, i=indices: grouped_matmul(x, w, s, i, transposed=transposed), x, w)
+        for got, want in zip((y, *vjp(g)), _loop(x, w, size, indices, g, transposed), strict=True):
+            np.testing.assert_allclose(got, want, atol=2e-6 * np.abs(want).max(initial=1.0))  # float32 sums of at most 290 terms
+        assert not np.any(y[sum(SIZES[sizes]) :])
+
+
+def test_a_matrix_may_serve_several_groups(rng):
+    x, w, g = (rng.normal(size=s).astype(np.float32) for s in ((20, K), (2, K, N), (20, N)))
+    size, index = jnp.array([4, 9, 7], jnp.int32), jnp.array([1, 0, 1], jnp.int32)
+    y, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, size, index), x, w)
+    for got, want in zip((y, *vjp(g)), _loop(x, w, size, index, g, False), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)  # float32 sums of at most 20 terms of size 1
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_bfloat16_is_rounded_once(sizes, transposed, rng):
+    """Accumulated in float32: what comes out is the exact result to half a unit of bfloat16's last place."""
+    x, w, size, _, g = _problem(rng, SIZES[sizes], 9, False, transposed, jnp.bfloat16)
+    y, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, size, transposed=transposed), x, w)
+    for got, want in zip((y, *vjp(g)), _loop(x, w, size, None, g, transposed), strict=True):
+        assert got.dtype == jnp.bfloat16
+        np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2**-8, atol=1e-5 * np.abs(want).max(initial=1.0))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_both_forms_agree(sizes, transposed, dtype, rng):
+    x, w, size, index, g = _problem(rng, SIZES[sizes], 9, True, transposed, dtype)
+    tiles, ragged = (functools.partial(f, transposed=transposed) for f in (grouped._tiles, grouped._ragged))
+    # float32 sums of K terms in another order; in bfloat16 they may round to either neighbour
+    close = functools.partial(np.testing.assert_allclose, rtol=2**-7 if dtype == jnp.bfloat16 else 0, atol=1e-5)
+    close(*(np.asarray(f(x, w, size, index), np.float32) for f in (tiles, ragged)))
+    outer = [np.asarray(f(x, g, size)) for f in (grouped._outer_tiles, grouped._outer_ragged)]
+    np.testing.assert_allclose(*outer, atol=2e-6 * np.abs(outer[1]).max(initial=1.0))  # accumulated in float32 whatever the inputs
+
+
+def test_a_frozen_matrix_gets_no_gradient(rng):
+    x, w, size, _, g = _problem(rng, SIZES["zeros"], 9, False, False)
+    _, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, size, frozen=True), x, w)
+    dx, dw = vjp(g)
+    np.testing.assert_allclose(dx, _loop(x, w, size, None, g, False)[1], atol=1e-5)  # float32 sums of 13 terms
+    assert not np.any(dw)
+
+
+def test_sizes_are_data(rng):
+    """One compiled program serves every distribution of rows."""
+    run = jax.jit(grouped_matmul)
+    x, w = rng.normal(size=(24, K)).astype(np.float32), rng.normal(size=(4, K, N)).astype(np.float32)
+    for sizes in ((6, 6, 6, 6), (24, 0, 0, 0), (0, 0, 1, 20)):
+        got = run(x, w, np.array(sizes, np.int32))
+        want, _, _ = _loop(x, w, sizes, None, np.zeros((24, N)), False)
+        np.testing.assert_allclose(got, want, atol=1e-5)  # float32 sums of 11 terms
+    assert run._cache_size() == 1
