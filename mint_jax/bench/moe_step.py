@@ -115,7 +115,7 @@ def ragged_routed(x_BTD: jax.Array, ids_BTX: jax.Array, weights_BTX: jax.Array, 
         return w_PERD.swapaxes(0, 1).reshape(E * P, *w_PERD.shape[2:])
 
     def project(x_MD: jax.Array, name: str) -> jax.Array:
-        y = grouped_matmul(x_MD, p[name]["w"], jnp.sum(order.counts, axis=1), frozen=True)
+        y = grouped_matmul(x_MD, p[name]["w"], jnp.sum(order.counts, axis=1))
         h_MR = jax.lax.ragged_dot(x_MD, groups(factors[name]["a"]).swapaxes(1, 2), sizes_G)
         return y + jax.lax.ragged_dot(h_MR, groups(factors[name]["b"]), sizes_G)
 
@@ -187,7 +187,7 @@ def _parts(stack: _Stack, policies: int, n: int) -> dict[str, float]:
     def each(what: str, name: str) -> Callable[[], Any]:
         d_in, d_out = base[name]["w"].shape[1:]
         if what == "base":
-            return there_and_back(lambda x, w: grouped_matmul(x, w, sizes_E, frozen=True), rows[d_in], base[name]["w"])
+            return there_and_back(lambda x, w: grouped_matmul(x, w, sizes_E), rows[d_in], base[name]["w"])
         if what == "a":
             return there_and_back(lambda x, w: grouped_matmul(x, w, sizes_G, matrix_G, transposed=True), rows[d_in], factors[name]["a"])
         return there_and_back(lambda h, w: grouped_matmul(h, w, sizes_G, matrix_G), rows[stack.rank], factors[name]["b"])

@@ -10,6 +10,7 @@ JOBS = {
     "sample": "mint_jax.jobs.sample",
     "score": "mint_jax.jobs.score",
     "bench": "mint_jax.jobs.bench",
+    "pretrain": "mint_jax.jobs.pretrain",
     "scale_up": "mint_jax.jobs.scale_up",
 }
-ALONE = ("export", "import", "bench")  # run in one process: files in, files out, or a measurement of one machine
+ALONE = ("export", "import", "bench", "pretrain")  # run in one process: files in, files out, or a measurement of one machine

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from mint_jax import host, metrics, multihost
@@ -21,6 +22,7 @@ from mint_jax.errors import UserError
 from mint_jax.jobs import common, report
 from mint_jax.jobs.common import Config
 from mint_jax.jobs.training import TrainingRun
+from mint_jax.models import router
 from mint_jax.models.base import Base
 from mint_jax.rollout.engine import Completion, DenseEngine, Request
 from mint_jax.train import advantages, schedule
@@ -120,7 +122,9 @@ class ConcurrentGrpo:
         self.config, self.base = config, base
         self.members = {m.name: m for m in members_of(config, base)}
         policies = [common.policy_config(n, config.policies[n], m.seed, ("env", "sampling")) for n, m in self.members.items()]
-        self.trainer = Trainer(base, policies, config.get("max_tokens_per_pass", 16384), config.get("remat", "names"))
+        self.trainer = Trainer(
+            trained_through(base, config), policies, config.get("max_tokens_per_pass", 16384), config.get("remat", "names")
+        )
         tokenizer = base.need_tokenizer()
         replay = base.cfg.experts is not None and any(m.sampling.replay for m in self.members.values())
         self.engine = DenseEngine(base, tokenizer.decode, config.get("max_rows", 256), keep_routes=replay)
@@ -199,6 +203,20 @@ class ConcurrentGrpo:
             return {name: (float(np.mean(rewards[name])), texts[name]) for name in self.members}
 
         return multihost.agree("held-out rewards", judge)
+
+
+def trained_through(base: Base, config: Config) -> Base:
+    """The base as the trainer sees it: the sampler's own, unless ``router_noise`` asks for a trainer whose router differs.
+
+    Raises:
+        UserError: noise for a base without experts.
+    """
+    std = float(config.get("router_noise", 0.0))
+    if not std:
+        return base
+    if base.cfg.experts is None:
+        raise UserError(f"router_noise is {std}, but {base.name} has no experts: set it to 0")
+    return dataclasses.replace(base, params=router.perturb(base.params, std, jax.random.key(config.seed)))
 
 
 def checked_reward(name: str, env: Environment, completion: Completion, example: Example) -> float:

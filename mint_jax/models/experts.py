@@ -79,7 +79,7 @@ def expert_mlp(x_ND: jax.Array, token_M: jax.Array, expert_M: jax.Array, block_M
 def _project(x_MD: jax.Array, p: Any, lora: Bound | None, name: str, order: Order) -> jax.Array:
     with jax.named_scope(name):
         rows_E = jnp.sum(order.counts, axis=1)
-        y = grouped_matmul(x_MD, p[name]["w"], rows_E, frozen=True)
+        y = grouped_matmul(x_MD, p[name]["w"], rows_E)
         if "scale" in p[name]:  # a quantised base
             expert_M = jnp.searchsorted(jnp.cumsum(rows_E), jnp.arange(y.shape[0]), side="right")
             y = (y * p[name]["scale"][jnp.clip(expert_M, 0, rows_E.shape[0] - 1)]).astype(y.dtype)

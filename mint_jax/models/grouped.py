@@ -19,9 +19,7 @@ def grouped_matmul(
     w_WKN: jax.Array,
     sizes_G: jax.Array,
     index_G: jax.Array | None = None,
-    *,
     transposed: bool = False,
-    frozen: bool = False,
 ) -> jax.Array:
     """``x[m] @ w[index[group of m]]``, ``[M, N]`` in the dtype of ``x``, accumulated in float32.
 
@@ -30,24 +28,25 @@ def grouped_matmul(
         w_WKN: matrices, of the dtype of ``x`` or a smaller one; ``[W, N, K]`` when ``transposed``.
         sizes_G: int32 rows of each group, zero allowed; their sum is at most M.
         index_G: which matrix each group has; None: group g has matrix g.
-        frozen: no gradient of ``w`` is formed.
     """
-    return _grouped(x_MK, w_WKN, sizes_G, index_G, transposed, frozen)  # type: ignore[return-value]
+    return _grouped(x_MK, w_WKN, sizes_G, index_G, transposed)  # type: ignore[return-value]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _grouped(x, w, sizes, index, transposed, frozen):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _grouped(x, w, sizes, index, transposed):
     return _product(x, w, sizes, index, transposed)
 
 
-def _forward(x, w, sizes, index, transposed, frozen):
-    return _product(x, w, sizes, index, transposed), (x, w, sizes, index)
+def _forward(x, w, sizes, index, transposed):
+    trained = (True,) if w.perturbed else ()  # as structure, not as a value: a frozen base costs no product backwards
+    x, w, sizes, index = jax.tree.map(lambda arg: arg.value, (x, w, sizes, index), is_leaf=lambda arg: hasattr(arg, "perturbed"))
+    return _product(x, w, sizes, index, transposed), (x, w, sizes, index, trained)
 
 
-def _backward(transposed, frozen, residuals, g):
-    x, w, sizes, index = residuals
+def _backward(transposed, residuals, g):
+    x, w, sizes, index, trained = residuals
     dx = _product(g, w, sizes, index, not transposed)
-    if frozen:
+    if not trained:
         return dx, None, None, None
     left, right = (g, x) if transposed else (x, g)
     dw_G = jax.lax.platform_dependent(left, right, sizes, cpu=_outer_tiles, default=_outer_ragged)
@@ -55,7 +54,7 @@ def _backward(transposed, frozen, residuals, g):
     return dx, dw.astype(w.dtype), None, None
 
 
-_grouped.defvjp(_forward, _backward)
+_grouped.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _product(x, w, sizes, index, transposed):

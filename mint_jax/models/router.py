@@ -75,3 +75,17 @@ def choose(scores_BTE: jax.Array, bias_E: jax.Array | None, experts: Experts) ->
         chosen = jnp.any(best[..., None] == jnp.arange(experts.groups)[None, None, None], axis=-2)
         scores_BTE = jnp.where(chosen[..., None], grouped, -jnp.inf).reshape(scores_BTE.shape)
     return jax.lax.top_k(scores_BTE, experts.per_token)[1].astype(jnp.int32)
+
+
+def perturb(params: Any, std: float, key: jax.Array) -> Any:
+    """The base with normal noise on what decides its routers' choice, for studies of replay.
+
+    Args:
+        std: of the noise: on ``choice_bias`` where there is one, elsewhere on the router's weights relative to their own spread.
+    """
+    moe = params["moe"]["moe"]
+    name = "choice_bias" if "choice_bias" in moe["router"] else "w"
+    leaf = moe["router"][name]
+    spread = jnp.std(leaf) if name == "w" else 1.0
+    noisy = leaf + (std * spread * jax.random.normal(key, leaf.shape)).astype(leaf.dtype)
+    return params | {"moe": params["moe"] | {"moe": moe | {"router": moe["router"] | {name: noisy}}}}
