@@ -20,6 +20,7 @@ import numpy as np
 from flax import struct
 
 from mint_jax import params as params_lib
+from mint_jax import sharding
 from mint_jax.errors import UserError
 from mint_jax.lora.apply import Bound
 from mint_jax.params import ParamSpec
@@ -148,13 +149,33 @@ def stack_specs(base_specs: Any, targets: Iterable[str], rank: int, slots: int) 
 def _factors(base_specs: Any, targets: Iterable[str], rank: int, slots: tuple[int, ...]) -> Any:
     """Specs of A and B; in and out dimensions, layers and experts are sharded as the base's."""
     flat = {}
-    for path, (stack, d_in, d_out, axes) in projections(base_specs, targets).items():
-        shape, names = (stack[0], *slots, *stack[1:], rank), (axes[0], *(["slots"] if slots else []), *axes[1:-2], "rank")
-        flat[path] = {
-            "a": ParamSpec((*shape, d_in), (*names, axes[-2]), jnp.float32, "zeros"),
-            "b": ParamSpec((*shape, d_out), (*names, axes[-1]), jnp.float32, "zeros"),
-        }
+    for path, p in projections(base_specs, targets).items():
+        shape = (p.stack[0], *slots, *p.stack[1:], rank)
+        ends = {"a": p.d_in, "b": p.d_out}
+        flat[path] = {f: ParamSpec((*shape, end), _factor_axes(p, f, bool(slots)), jnp.float32, "zeros") for f, end in ends.items()}
     return params_lib.nest(flat)
+
+
+def _factor_axes(p: Projection, factor: str, stacked: bool) -> tuple[str | None, ...]:
+    """Logical axes of a factor: those of the base's projection, slots behind layers, and rank."""
+    slots = ("slots",) if stacked else ()
+    return (p.axes[0], *slots, *p.axes[1:-2], "rank", p.axes[-2] if factor == "a" else p.axes[-1])
+
+
+def constrain(tree: Any, base_specs: Any) -> Any:
+    """Pins every stacked factor of a tree, and what has a factor's path (moments, gradients), to the shards of its projection.
+
+    Does nothing where no mesh is set.
+    """
+
+    def pin(keys: Any, leaf: jax.Array) -> jax.Array:
+        path = "/".join(key.key for key in keys if isinstance(getattr(key, "key", None), str))
+        owner, _, factor = path.rpartition("/")
+        if factor not in ("a", "b") or leaf.ndim < 4:
+            return leaf
+        return sharding.constrain(leaf, *_factor_axes(_projection_at(base_specs, owner), factor, True))
+
+    return jax.tree_util.tree_map_with_path(pin, tree)
 
 
 def init_adapter(base_specs: Any, config: AdapterConfig, key: jax.Array) -> Any:

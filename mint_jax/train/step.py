@@ -82,8 +82,10 @@ def forward_backward(
     dtype = params["final_norm"].dtype
     buckets = sorted(slots)
     taken = {b: lora_tree.take_slots(state[b].adapters.factors, slots[b]) for b in buckets}
+    specs = transformer.abstract(cfg)
 
     def loss(taken):
+        taken = lora_tree.constrain(taken, specs)  # and so are its gradients
         parts = [(taken[b], state[b].adapters.scale[slots[b]]) for b in buckets]
         logp, missed = batch_logprobs(params, lora_tree.bind(parts, dtype=dtype), batch, cfg, remat)
         losses, metrics = jax.vmap(policy_loss)(logp, batch.loss, coefs)
@@ -97,7 +99,7 @@ def forward_backward(
     for b in buckets:
         add = functools.partial(_add_at, slots[b])
         new[b] = dataclasses.replace(state[b], grad_sum=jax.tree.map(add, state[b].grad_sum, grads[b]))
-    return new, logp, metrics
+    return lora_tree.constrain(new, specs), logp, metrics
 
 
 def _add_at(slots: jax.Array, total: jax.Array, part: jax.Array) -> jax.Array:

@@ -127,7 +127,7 @@ class Trainer:
         for p, seed in zip(policies, seeds):
             fresh = lora_tree.init_adapter(self.specs, p.adapter, jax.random.key(seed))
             state = state_lib.start(state, p.adapter, self.slots[p.name].index, fresh, p.optimizer)
-        return state
+        return lora_tree.constrain(state, self.specs)
 
     @staticmethod
     def _assign(policies: Sequence[PolicyConfig]) -> dict[str, Slot]:
