@@ -26,7 +26,7 @@ P = PartitionSpec
         ({"tensor": 8}, ("batch", None), P(None, None)),
         ({"data": 2, "fsdp": 2, "tensor": 2}, ("layers", "embed", "q_heads"), P(None, "fsdp", "tensor")),
         ({"data": 8}, ("layers", "embed", "q_heads"), P(None, None, None)),
-        ({"fsdp": 2, "expert": 4}, ("experts", "embed", "ffw"), P("expert", "fsdp", None)),
+        ({"fsdp": 2, "expert": 4}, ("experts", "expert_embed", "expert_ffw"), P(("fsdp", "expert"), None, None)),
         ({"fsdp": 4, "tensor": 2}, ("vocab", "embed"), P("tensor", "fsdp")),
         ({"fsdp": 4, "tensor": 2}, ("layers", "slots", "rank", None), P(None, None, None, None)),
     ],
@@ -57,7 +57,7 @@ def test_an_unknown_logical_axis_is_refused():
         ({"tensor": 8}, (30, 64), ("kv_heads", "embed"), ["'tensor' splits 8 ways", "'kv_heads' of size 30"]),
         ({"fsdp": 4, "tensor": 2}, (3, 30, 64), ("layers", "embed", "ffw"), ["'fsdp' splits 4 ways", "'embed' of size 30"]),
         ({"data": 2, "fsdp": 4}, (12,), ("batch",), ["('data', 'fsdp') splits 8 ways", "'batch' of size 12"]),
-        ({"expert": 8}, (12, 4, 4), ("experts", "embed", "ffw"), ["'expert' splits 8 ways", "'experts' of size 12"]),
+        ({"expert": 8}, (12, 4, 4), ("experts", "expert_embed", "expert_ffw"), ["'expert' splits 8 ways", "'experts' of size 12"]),
     ],
 )
 def test_a_dimension_the_mesh_does_not_divide_is_refused(sizes, shape, axes, words):

@@ -17,7 +17,7 @@ from mint_jax.aot.programs import Plan
 from mint_jax.data.buckets import ShapeBook
 from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.envs import env as env_lib
-from mint_jax.jobs import JOBS, bench, common, dpo, grpo, scale_up, sft, supervised
+from mint_jax.jobs import JOBS, bench, common, dpo, grpo, pretrain, scale_up, sft, supervised
 from mint_jax.lora import tree as lora_tree
 from mint_jax.models import base as base_lib
 from mint_jax.models import config as config_lib
@@ -55,9 +55,16 @@ def load(name, *overrides):
     return values.config
 
 
-def abstract_base(config):
+@pytest.fixture(scope="session")
+def pretrained(tmp_path_factory):
+    """Another config's output as a base: what ``configs/tiny/pretrain_moe.py`` leaves, after one step."""
+    config = load("configs/tiny/pretrain_moe.py", "--config.steps=1")
+    return pretrain.run(config, tmp_path_factory.mktemp("pretrain_moe"))["base"]
+
+
+def abstract_base(config, pretrained):
     """The config's base with shapes in place of weights."""
-    directory = base_lib.resolve(config.base)
+    directory = Path(pretrained) if config.base == "runs/tiny/pretrain_moe/base" else base_lib.resolve(config.base)
     cfg = config_lib.read_config(directory)
     params = params_lib.abstract(transformer.abstract(cfg, base_lib.DTYPES[config.dtype]))
     devices = mesh.make_mesh(dict(config.mesh), jax.devices()[:1])
@@ -83,20 +90,20 @@ def test_config_loads_locked(name):
     config = load(name)
     assert config.is_locked
     assert config.job in JOBS
-    assert config.dtype in base_lib.DTYPES
-    if config.job != "scale_up":  # whose mesh is that of a pod
+    assert config.get("dtype", "float32") in base_lib.DTYPES
+    if "mesh" in config and config.job != "scale_up":  # whose mesh is that of a pod
         mesh.make_mesh(dict(config.mesh), jax.devices()[:1])
-    first = load(name, f"--config.base={config.base}x")
-    assert first.base == config.base + "x"
+    if "base" in config:
+        assert load(name, f"--config.base={config.base}x").base == config.base + "x"
     with pytest.raises((AttributeError, KeyError, flags.Error), match="baze"):
         load(name, "--config.baze=tiny-random")
     assert f"--config={name.split(':')[0]}" in (ROOT / name.split(":")[0]).read_text(), "the docstring gives the command"
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if load(n).job in TRAINING])
-def test_training_config_traces(name):
+def test_training_config_traces(name, pretrained):
     config = load(name)
-    base = abstract_base(config)
+    base = abstract_base(config, pretrained)
     specs = transformer.abstract(base.cfg)
     policies = {n: common.policy_config(n, section, i, OWN_KEYS[config.job]) for i, (n, section) in enumerate(config.policies.items())}
     groups = training_groups(config, base)
@@ -143,5 +150,7 @@ def test_other_configs_build():
             assert len(list(plan.programs(question.train, question.rollout))) == 4
         elif config.job == "sample":
             Request((1,), **config.sampling)
+        elif config.job == "pretrain":
+            assert config_lib.from_hf({**config.model.to_dict(), "vocab_size": 10}).experts is not None
         else:
             assert config.job in TRAINING | {"score", "export", "import", "scale_up"}, f"{name}: say here what its config builds into"

@@ -105,7 +105,7 @@ def test_decoding_costs_the_same_however_many_adapters_are_resident(cfg):
     params, sampling = params_lib.abstract(specs), SamplingParams(*(struct(jnp.float32, 2) for _ in range(4)), struct(jnp.uint32, 2))
     sampling, limits = sampling._replace(top_k=struct(jnp.int32, 2)), generate.Limits(struct(jnp.int32, 2), struct(jnp.int32, 2, 1))
     prompts = struct(jnp.int32, 2, T), struct(jnp.int32, 2), sampling, limits
-    cache, state = jax.eval_shape(lambda *args: generate.prefill(*args, cfg=cfg, rollouts=1, new_tokens=M), params, None, *prompts)
+    cache, state, _ = jax.eval_shape(lambda *args: generate.prefill(*args, cfg=cfg, rollouts=1, new_tokens=M), params, None, *prompts)
 
     def cost(resident):
         stacks = jax.eval_shape(lambda: {4: lora_tree.empty_stack(specs, lora_tree.LINEAR_TARGETS, 4, resident)})

@@ -51,7 +51,7 @@ def test_scale_is_alpha_over_rank_or_over_its_root():
     ("targets", "message"),
     [
         ((), "targets is empty: name at least one of embed, q, k"),
-        (("q", "qq"), "target 'qq' is not a projection of this base; choose from embed, q, k"),
+        (("q", "qq"), "target 'qq' is not a projection of this base; choose from all-linear, embed, q, k"),
     ],
 )
 def test_targets_the_base_lacks_are_refused(targets, message, specs):

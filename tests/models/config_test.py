@@ -50,7 +50,8 @@ def test_fields_equal_those_transformers_reads(name, hf_dirs):
     assert cfg.o_bias == ("self_attn.o_proj.bias" in modules)
     assert cfg.mlp_bias == ("mlp.up_proj.bias" in modules)
     assert cfg.qk_norm == ("self_attn.q_norm.weight" in modules)
-    assert cfg.stacks == {"dense": 3}
+    sparse = sum("mlp.gate.weight" in key for key in oracles.torch_model(hf_dirs(name)).state_dict())
+    assert cfg.stacks == {kind: layers for kind, layers in (("dense", 3 - sparse), ("moe", sparse)) if layers}
 
 
 def test_absent_fields_take_the_defaults_of_the_format():

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from mint_jax import params as params_lib
-from mint_jax import sharding
+from mint_jax import multihost, sharding
 from mint_jax.lora import tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import attention, dsa, hf, mla, transformer
@@ -195,7 +194,7 @@ def test_a_mesh_of_eight_equals_one_device(rng, tiny_base, hf_dirs, mesh, mesh8,
     cfg = tiny_base("glm_dense").cfg.replace(vocab_size=98)
     specs = transformer.abstract(cfg)
     tokens_BT, _, _ = _clear_tokens(rng, oracles.torch_model(hf_dirs("glm_dense")), monkeypatch, (8, T))
-    host = params_lib.to_host(tiny_base("glm_dense").params)
+    host = multihost.to_host(tiny_base("glm_dense").params)
     for table in ("embed", "unembed"):
         host[table]["w"] = np.pad(host[table]["w"], ((0, 1), (0, 0)))  # an even vocabulary
     results = []

@@ -121,4 +121,4 @@ def test_few_tokens_are_gathered_and_many_exchanged():
     assert isinstance(exchange, AllToAll)
     pairs = -(-(most + 1) // 2) * X  # the two devices of ``tensor`` share the work
     assert exchange.room >= expert_parallel.SLACK * pairs / 8
-    assert exchange.room < 1.5 * pairs / 8, "what a device sends at once must not grow with the number of devices"
+    assert exchange.room < expert_parallel.SLACK * pairs / 8 + 8, "what a device sends at once must not grow with the number of devices"

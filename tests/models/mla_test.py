@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mint_jax import multihost, sharding
 from mint_jax import params as params_lib
-from mint_jax import sharding
 from mint_jax.lora import tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import mla, transformer
@@ -88,7 +88,7 @@ def test_the_scale_grows_with_the_temperature_of_yarn_over_all_dimensions():
 def test_a_mesh_of_eight_equals_one_device(rng, mesh, mesh8):
     """Rows with adapters, and a token more with their latents cached."""
     specs, S = transformer.abstract(EVEN), 12
-    host = params_lib.to_host(params_lib.init(specs, jax.random.key(int(rng.integers(2**31)))))
+    host = multihost.to_host(params_lib.init(specs, jax.random.key(int(rng.integers(2**31)))))
     configs = [AdapterConfig(2, targets=PROJECTIONS), AdapterConfig(3, targets=PROJECTIONS)]
     stacks, slots = tree.stack_adapters(specs, {str(c.rank): (c, random_adapter(rng, specs, c)) for c in configs})
     tokens_BT = rng.integers(96, size=(8, S + 1)).astype(np.int32)

@@ -70,7 +70,7 @@ def test_choice_weights_and_gradients_equal_transformers(name, rng):
     (want * torch.gather(torch.tensor(g_NE), 1, want_ids)).sum().backward()
 
     def loss(h_BTD, w_DE):
-        ids, weights = router.route(h_BTD, {"router": p["router"] | {"w": w_DE}}, None, experts)
+        ids, weights, _ = router.route(h_BTD, {"router": p["router"] | {"w": w_DE}}, None, experts)
         return jnp.sum(weights * jnp.take_along_axis(g_NE.reshape(B, T, E), ids, axis=-1)), (ids, weights)
 
     (dh, dw), (ids, weights) = jax.jit(jax.grad(loss, (0, 1), has_aux=True))(jnp.asarray(h_BTD), p["router"]["w"])
@@ -98,10 +98,10 @@ def test_experts_come_by_falling_score(name, rng):
 def test_replay_takes_the_place_of_the_choice(name, rng):
     """Recorded ids get this router's own scores; tokens without a record choose themselves."""
     experts, _, p, h_BTD = _random(ROUTERS[name], rng)
-    own, own_weights = router.route(h_BTD, p, None, experts)
+    own, own_weights, _ = router.route(h_BTD, p, None, experts)
     replay = rng.permuted(np.broadcast_to(np.arange(E, dtype=np.int8), (B, T, E)), axis=-1)[..., :X].copy()
     replay[:, ::3] = -1
-    ids, weights = router.route(h_BTD, p, None, experts, jnp.asarray(replay))
+    ids, weights, missed = router.route(h_BTD, p, None, experts, jnp.asarray(replay))
     np.testing.assert_array_equal(ids[:, ::3], own[:, ::3])
     np.testing.assert_array_equal(weights[:, ::3], own_weights[:, ::3])
     recorded = np.arange(T) % 3 > 0

@@ -213,7 +213,7 @@ def test_loss_configs_become_columns_of_numbers():
         (lambda base: Trainer(base, [dataclasses.replace(A, adapter=AdapterConfig(0))]), "rank is 0; expected 1 to 1024"),
         (
             lambda base: Trainer(base, [dataclasses.replace(A, adapter=AdapterConfig(4, targets=("query",)))]),
-            "target 'query' is not a projection of this base; choose from embed, q",
+            "target 'query' is not a projection of this base; choose from all-linear, embed, q",
         ),
         (lambda base: LossConfig("grpo"), "loss is 'grpo'; choose one of: cross_entropy, reinforce"),
         (lambda base: LossConfig(kl_kind="k2"), "kl_kind is 'k2'; choose one of: none, k1, k3"),

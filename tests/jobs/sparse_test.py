@@ -1,0 +1,59 @@
+"""Learning on a sparse base: a tiny model with latent attention and experts is pretrained, then GRPO trains LoRA on its experts."""
+
+import runpy
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mint_jax.data.tokenizer import Tokenizer
+from mint_jax.errors import UserError
+from mint_jax.jobs import grpo, pretrain
+from mint_jax.models import base as base_lib
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "tiny"
+
+
+def config_of(name, **changes):
+    config = runpy.run_path(str(CONFIGS / f"{name}.py"))["get_config"]()
+    for key, value in changes.items():
+        config[key] = value
+    return config
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The result of the pretraining config, as it stands."""
+    return pretrain.run(config_of("pretrain_moe"), tmp_path_factory.mktemp("pretrained"))
+
+
+def test_the_base_is_a_checkpoint_that_learned(made, mesh):
+    assert made["loss_after"] < 0.5 * made["loss_before"]
+    base = base_lib.load(made["base"], mesh)
+    assert base.cfg.stacks == {"dense": 1, "moe": 2}
+    assert base.cfg.latent is not None
+    text = "2 or 9: 9\n~ {x}"
+    tokenizer = Tokenizer(made["base"])
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_rewards_rise_on_experts_and_replay_is_what_holds_them(made, tmp_path):
+    """The trainer's router differs from the sampler's: with replay nothing is lost, without it learning suffers."""
+    run = {
+        replay: grpo.run(config_of("grpo_moe", base=made["base"], router_noise=0.3, replay=replay), tmp_path / str(replay))
+        for replay in (True, False)
+    }
+    gain = {replay: {p["name"]: p["reward_after"] - p["reward_before"] for p in run[replay]["policies"]} for replay in run}
+    # held-out rewards of 27 prompts x 4 samples: a standard error of about 0.04
+    assert gain[True]["experts"] > 0.1
+    assert gain[True]["everything"] > 0.15
+    assert np.mean(list(gain[True].values())) > np.mean(list(gain[False].values())) + 0.05
+
+
+def test_bad_requests_are_refused(made, tmp_path):
+    with pytest.raises(UserError, match="exists: remove it"):
+        pretrain.run(config_of("pretrain_moe"), Path(made["base"]).parent)
+    with pytest.raises(UserError, match="plain text in ASCII"):
+        pretrain.run(config_of("pretrain_moe", envs=({"name": "copy_word"},)), tmp_path)
+    with pytest.raises(UserError, match="has no experts"):
+        grpo.run(config_of("grpo", router_noise=0.1), tmp_path / "dense")
