@@ -106,7 +106,7 @@ class Module:
     def _channels(self) -> dict[str, str]:
         """Channel of a collective inside fusions -> the one computation in which it counts."""
         fused = {name for body in self.computations.values() for i in body if i.op == "fusion" for name in i.called("calls")}
-        return {i.channel: name for name in fused for i in self.computations[name] if i.channel}
+        return {i.channel: name for name in sorted(fused) for i in self.computations[name] if i.channel}
 
     def cost(self) -> Cost:
         """Of the entry computation."""
