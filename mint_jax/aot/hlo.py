@@ -6,7 +6,8 @@ count: the one the compiler noted, or the constant that the loop's condition com
 depends on data counts once.
 
 Bytes of a collective are those that one device sends, by the ring algorithm, over a group of n: a shard of o bytes costs
-o (n - 1) to all-gather, o (n - 1) / n to reduce-scatter or all-to-all, twice that to all-reduce, o to permute.
+o (n - 1) to all-gather, o (n - 1) / n to reduce-scatter or all-to-all, twice that to all-reduce, o to permute. A TPU spreads
+a collective over fusions that compute meanwhile; each of them shows it, under one channel, and it counts once.
 """
 
 import dataclasses
@@ -41,6 +42,12 @@ class Instruction:
     operands: tuple[str, ...]
     rest: str
     root: bool
+
+    @property
+    def channel(self) -> str:
+        """Of a collective: unique in a module; empty where there is none."""
+        found = re.search(r"\bchannel_id=(\d+)", self.rest)
+        return found[1] if found else ""
 
     def called(self, attribute: str) -> list[str]:
         """Computations that an attribute names: ``calls=%a`` or ``branch_computations={%a, %b}``."""
@@ -94,6 +101,12 @@ class Module:
                 self.types[found[2]] = found[3]
                 if found[4] == "constant":
                     self.types[found[2]] += f" = {operands}"
+        self.channels = self._channels()
+
+    def _channels(self) -> dict[str, str]:
+        """Channel of a collective inside fusions -> the one computation in which it counts."""
+        fused = {name for body in self.computations.values() for i in body if i.op == "fusion" for name in i.called("calls")}
+        return {i.channel: name for name in sorted(fused) for i in self.computations[name] if i.channel}
 
     def cost(self) -> Cost:
         """Of the entry computation."""
@@ -103,7 +116,8 @@ class Module:
     def _of(self, computation: str, scattered: bool) -> Cost:
         total = Cost()
         for instruction in self.computations[computation]:
-            total.add(*self._of_instruction(instruction, scattered))
+            if self.channels.get(instruction.channel, computation) == computation:
+                total.add(*self._of_instruction(instruction, scattered))
         return total
 
     def _of_instruction(self, i: Instruction, scattered: bool) -> tuple[Cost, float]:

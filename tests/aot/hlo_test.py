@@ -141,6 +141,26 @@ def test_flops_of_dots_and_of_the_convolutions_that_stand_for_them(lhs, rhs, out
     assert hlo.Module(text).cost().flops == 2 * products
 
 
+def test_a_collective_that_several_fusions_carry_on_counts_once():
+    parts = "".join(
+        f"""%part.{k} (a{k}: f32[8], b{k}: f32[4,4]) -> f32[32] {{
+  %a{k} = f32[8]{{0}} parameter(0)
+  %b{k} = f32[4,4]{{1,0}} parameter(1)
+  %d{k} = f32[4,4]{{1,0}} dot(%b{k}, %b{k}), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+  ROOT %g{k} = f32[32]{{0}} all-gather(%a{k}), channel_id=7, replica_groups=[1,4]<=[4], dimensions={{0}}
+}}
+
+"""
+        for k in range(3)
+    )
+    calls = "".join(f"  %f{k} = f32[32]{{0}} fusion(%x, %y), kind=kCustom, calls=%part.{k}\n" for k in range(3))
+    other = "  ROOT %h = f32[32]{0} all-gather(%x), channel_id=8, replica_groups=[1,4]<=[4], dimensions={0}\n"
+    entry = "ENTRY %main (x: f32[8], y: f32[4,4]) -> f32[32] {\n  %x = f32[8]{0} parameter(0)\n  %y = f32[4,4]{1,0} parameter(1)\n"
+    cost = hlo.Module(f"HloModule jit_k\n\n{parts}{entry}{calls}{other}}}\n").cost()
+    assert (cost.counts, cost.bytes) == ({"all-gather": 2}, {"all-gather": 2 * 32 * 3})
+    assert cost.flops == 3 * 2 * 4**3
+
+
 def test_the_dearest_branch_counts():
     text = """HloModule jit_h
 
