@@ -28,6 +28,7 @@ from mint_jax.models.experts import sort_rows
 from mint_jax.models.grouped import grouped_matmul
 from mint_jax.models.mlp import swiglu
 from mint_jax.models.norm import rms_norm
+from mint_jax.models.packed_lora import add_packed_delta
 
 Routed = Callable[[jax.Array, jax.Array, jax.Array, Any, Any], jax.Array]  # as ``expert_parallel.routed``
 
@@ -173,7 +174,7 @@ def _parts(stack: _Stack, policies: int, n: int) -> dict[str, float]:
     factors = jax.tree.map(lambda w: w[0].reshape(P * E, *w.shape[3:]), stack.adapters(P).buckets[0]["experts"])
     base = jax.tree.map(lambda w: w[0], stack.params["experts"])
     x_ND = stack.x_BTD.reshape(-1, size.d_model)
-    rows = {d: jnp.asarray(rng.normal(size=(M, d)), jnp.float32) for d in {size.d_model, size.width, stack.rank}}
+    rows = {d: jnp.asarray(rng.normal(size=(M, d)), jnp.float32) for d in (size.d_model, size.width)}
 
     def there_and_back(fn: Any, *args: Any) -> Callable[[], Any]:
         def both(g, *args):
@@ -187,15 +188,14 @@ def _parts(stack: _Stack, policies: int, n: int) -> dict[str, float]:
     def each(what: str, name: str) -> Callable[[], Any]:
         d_in, d_out = base[name]["w"].shape[1:]
         if what == "base":
-            return there_and_back(lambda x, w: grouped_matmul(x, w, sizes_E), rows[d_in], base[name]["w"])
-        if what == "a":
-            return there_and_back(lambda x, w: grouped_matmul(x, w, sizes_G, matrix_G, transposed=True), rows[d_in], factors[name]["a"])
-        return there_and_back(lambda h, w: grouped_matmul(h, w, sizes_G, matrix_G), rows[stack.rank], factors[name]["b"])
+            return there_and_back(lambda x: grouped_matmul(x, base[name]["w"], sizes_E), rows[d_in])
+        a, b = factors[name]["a"], factors[name]["b"]
+        return there_and_back(lambda y, x, a, b: add_packed_delta(y, x, a, b, sizes_G, matrix_G), rows[d_out], rows[d_in], a, b)
 
     def gather(x_ND: jax.Array) -> jax.Array:
         return x_ND[order.order // X][order.inverse]
 
-    sides = {f"{what}_{name}": each(what, name) for what in ("base", "a", "b") for name in experts.NAMES}
+    sides = {f"{what}_{name}": each(what, name) for what in ("base", "adapters") for name in experts.NAMES}
     sides["sort"] = lambda: jax.block_until_ready(sort(expert_M, block_M))
     sides["gathers"] = there_and_back(gather, x_ND)
     return timing.medians(timing.in_turn("parts", sides, n))

@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from mint_jax.lora.apply import Bound
 from mint_jax.models.grouped import grouped_matmul
 from mint_jax.models.mlp import swiglu
+from mint_jax.models.packed_lora import add_packed_delta
 from mint_jax.params import ParamSpec
 
 NAMES = ("gate", "up", "down")
@@ -89,24 +90,19 @@ def _project(x_MD: jax.Array, p: Any, lora: Bound | None, name: str, order: Orde
         first = 0
         for factors, blocks in zip(mine.buckets, mine.blocks):
             if factors:
-                y = y + _delta(x_MD, factors["a"], factors["b"], order, first)
+                y = _add_delta(y, x_MD, factors["a"], factors["b"], order, first)
             first += blocks
         return y
 
 
-def _delta(x_MD: jax.Array, a_PERD: jax.Array, b_PERF: jax.Array, order: Order, first: int) -> jax.Array:
-    """The deltas of one rank bucket, whose blocks are ``first .. first + P - 1``; zeros for the rows of others."""
+def _add_delta(y_MF: jax.Array, x_MD: jax.Array, a_PERD: jax.Array, b_PERF: jax.Array, order: Order, first: int) -> jax.Array:
+    """Adds the deltas of one rank bucket, whose blocks are ``first .. first + P - 1``."""
     P, E = a_PERD.shape[:2]
     sizes = order.counts[:, first : first + P].reshape(-1)
-    matrix = (jnp.arange(P, dtype=jnp.int32)[None] * E + jnp.arange(E, dtype=jnp.int32)[:, None]).reshape(-1)
-    alone = order.counts.shape[1] == P
-    if not alone:  # bring the bucket's rows to the front; they stay sorted
-        front = jnp.argsort((order.block < first) | (order.block >= first + P), stable=True)
-        x_MD = x_MD[front]
+    factors = (jnp.arange(P, dtype=jnp.int32)[None] * E + jnp.arange(E, dtype=jnp.int32)[:, None]).reshape(-1)
     a, b = (w.reshape(P * E, *w.shape[2:]) for w in (a_PERD, b_PERF))
-    h_MR = grouped_matmul(x_MD, a, sizes, matrix, transposed=True)
-    delta = grouped_matmul(h_MR, b, sizes, matrix)
-    if alone:
-        return delta
+    if order.counts.shape[1] == P:  # the only bucket
+        return add_packed_delta(y_MF, x_MD, a, b, sizes, factors)
+    front = jnp.argsort((order.block < first) | (order.block >= first + P), stable=True)  # its rows, still sorted, then the others
     back = jnp.zeros_like(front).at[front].set(jnp.arange(front.shape[0], dtype=front.dtype))
-    return delta[back]
+    return add_packed_delta(y_MF[front], x_MD[front], a, b, sizes, factors)[back]

@@ -86,8 +86,8 @@ def tile_rows(rows: int, groups: int) -> int:
     return min(MAX_TILE, max(MIN_TILE, 1 << (average - 1).bit_length()))
 
 
-def _schedule(M, sizes, tile):
-    """Of each tile its group and first row, and the number of tiles."""
+def schedule(M: int, sizes: jax.Array, tile: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Tiles of rows sorted by group: of each its group and first row, in order; and how many there are."""
     G = sizes.shape[0]
     stop_G = jnp.cumsum(sizes)
     tiles_G = -(-sizes // tile)
@@ -100,33 +100,36 @@ def _schedule(M, sizes, tile):
 
 def _tiles(x, w, sizes, index, transposed):
     M = x.shape[0]
-    tile = tile_rows(M, sizes.shape[0])
-    group, first, total = _schedule(M, sizes, tile)
+    tile = min(tile_rows(M, sizes.shape[0]), M)
+    group, first, total = schedule(M, sizes, tile)
     matrix = group if index is None else index[group]
-    x = jnp.pad(x, ((0, tile), (0, 0)))  # a group's last tile may reach into the next group, whose own tile comes later
     contract = (((1,), (1 if transposed else 0,)), ((), ()))
 
     def body(i, y):
-        rows = jax.lax.dynamic_slice_in_dim(x, first[i], tile)
+        start = jnp.minimum(first[i], M - tile)
+        rows = jax.lax.dynamic_slice_in_dim(x, start, tile)
         mine = jax.lax.dynamic_index_in_dim(w, matrix[i], keepdims=False).astype(x.dtype)
-        out = jax.lax.dot_general(rows, mine, contract, preferred_element_type=jnp.float32)
-        return jax.lax.dynamic_update_slice_in_dim(y, out.astype(y.dtype), first[i], 0)
+        out = jax.lax.dot_general(rows, mine, contract, preferred_element_type=jnp.float32).astype(y.dtype)
+        # Rows before ``first`` are done; those behind the group's last are overwritten by the next group's own tile.
+        before = (start + jnp.arange(tile, dtype=jnp.int32) < first[i])[:, None]
+        return jax.lax.dynamic_update_slice_in_dim(y, jnp.where(before, jax.lax.dynamic_slice_in_dim(y, start, tile), out), start, 0)
 
-    y = jax.lax.fori_loop(0, total, body, jnp.zeros((M + tile, w.shape[1 if transposed else 2]), x.dtype))
-    return _inside(y[:M], sizes)
+    y = jax.lax.fori_loop(0, total, body, jnp.zeros((M, w.shape[1 if transposed else 2]), x.dtype))
+    return _inside(y, sizes)
 
 
 def _outer_tiles(left_MA, right_MB, sizes):
     M = left_MA.shape[0]
-    tile = tile_rows(M, sizes.shape[0])
-    group, first, total = _schedule(M, sizes, tile)
+    tile = min(tile_rows(M, sizes.shape[0]), M)
+    group, first, total = schedule(M, sizes, tile)
     stop_G = jnp.cumsum(sizes)
-    left, right = (jnp.pad(x, ((0, tile), (0, 0))) for x in (left_MA, right_MB))
 
     def body(i, sums):
-        mine = (first[i] + jnp.arange(tile) < stop_G[group[i]])[:, None]
-        rows = jnp.where(mine, jax.lax.dynamic_slice_in_dim(left, first[i], tile), jnp.zeros((), left.dtype))
-        others = jax.lax.dynamic_slice_in_dim(right, first[i], tile)
+        start = jnp.minimum(first[i], M - tile)
+        row = start + jnp.arange(tile, dtype=jnp.int32)
+        mine = ((row >= first[i]) & (row < stop_G[group[i]]))[:, None]
+        rows = jnp.where(mine, jax.lax.dynamic_slice_in_dim(left_MA, start, tile), jnp.zeros((), left_MA.dtype))
+        others = jax.lax.dynamic_slice_in_dim(right_MB, start, tile)
         part = jax.lax.dot_general(rows, others, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
         old = jax.lax.dynamic_index_in_dim(sums, group[i], keepdims=False)
         return jax.lax.dynamic_update_index_in_dim(sums, old + part, group[i], 0)
