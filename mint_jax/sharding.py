@@ -52,7 +52,7 @@ def mesh_axes(name: str | None, mesh: Any) -> tuple[str, ...]:
     return tuple(axis for axis in wanted if mesh.shape.get(axis, 1) > 1)
 
 
-def ways(name: str, mesh: Any) -> int:
+def ways(name: str | None, mesh: Any) -> int:
     """Into how many parts a logical axis is split."""
     return math.prod(mesh.shape[axis] for axis in mesh_axes(name, mesh))
 
@@ -100,8 +100,12 @@ def shardings(specs: Any, mesh: Mesh) -> Any:
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
-    """Pins the sharding of an activation inside ``jit``; does nothing where no mesh is set."""
+    """Pins the sharding of an activation inside ``jit``; does nothing where no mesh is set.
+
+    A dimension that its mesh axes do not divide (four key heads over eight devices, say) stays whole.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x
-    return jax.lax.with_sharding_constraint(x, partition(axes, mesh))  # type: ignore[arg-type]
+    fitting = [name if size % ways(name, mesh) == 0 else None for size, name in zip(x.shape, axes)]
+    return jax.lax.with_sharding_constraint(x, partition(fitting, mesh))  # type: ignore[arg-type]

@@ -20,9 +20,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from mint_jax import sharding
+
 MAX_CAUSAL_BLOCKS = 8  # static query blocks of a row: each sees only the keys before its end
 MIN_BLOCK = 64
-SCORE_BYTES = 256 << 20  # bound on one block's scores; larger ones are computed in slices
+SCORE_BYTES = 256 << 20  # bound on one device's scores of a block; larger ones are computed in slices
 MASKED = -1e30
 
 
@@ -90,9 +92,10 @@ def packed_attention(
     """
     B, T, N, H = q_BTNH.shape
     K, V = v_BTKV.shape[2:]
-    q = checkpoint_name(q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4), "query")  # B K G T H
-    k = checkpoint_name(k_BTKH.transpose(0, 2, 1, 3), "key")
-    v = checkpoint_name(v_BTKV.transpose(0, 2, 1, 3), "value")
+    q = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)  # B K G T H
+    q = checkpoint_name(sharding.constrain(q, "batch", "kv_heads", None, "tokens", None), "query")
+    k, v = (sharding.constrain(x.transpose(0, 2, 1, 3), "batch", "kv_heads", "tokens", None) for x in (k_BTKH, v_BTKV))
+    k, v = checkpoint_name(k, "key"), checkpoint_name(v, "value")
     size = max(MIN_BLOCK, -(-T // MAX_CAUSAL_BLOCKS))
     out = []
     for start in range(0, T, size):
@@ -183,7 +186,9 @@ def seen(own_q, parent_q, own_k, start):
 def _slices(q, S):
     """Into how many slices of queries a block falls so that scores stay below ``SCORE_BYTES``."""
     B, K, G, t, _ = q.shape
-    return slice_count(t, 4 * B * K * G * t * S)
+    mesh = jax.sharding.get_abstract_mesh()
+    here = 1 if mesh.empty else math.gcd(B, sharding.ways("batch", mesh)) * math.gcd(K, sharding.ways("kv_heads", mesh))
+    return slice_count(t, 4 * B * K * G * t * S // here)
 
 
 def slice_count(n: int, nbytes: int) -> int:
