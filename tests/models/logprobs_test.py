@@ -14,12 +14,12 @@ from mint_jax.models.logprobs import target_logprobs
 B, M, D, V = 4, 5, 16, 50
 
 
-@pytest.fixture(params=[None, 7], ids=lambda n: f"slices-of-{n or 'all'}")
-def slice_tokens(request, monkeypatch):
-    """How many tokens' logits fit into a slice; of 20 tokens in all, so that the last slice is padded."""
+@pytest.fixture(params=[None, 2], ids=lambda n: f"slices-of-{n or 'all'}")
+def slice_positions(request, monkeypatch):
+    """How many positions' logits fit into a slice; of 5 positions in all, so that the last slice is padded."""
     if request.param is not None:
-        monkeypatch.setattr(logprobs, "SLICE_BYTES", request.param * V * 4)
-        assert logprobs._slice_count(B * M, V) == -(-B * M // request.param)
+        monkeypatch.setattr(logprobs, "SLICE_BYTES", request.param * B * V * 4)
+        assert logprobs._slice_count(B, M, V) == -(-M // request.param)
     return request.param
 
 
@@ -50,7 +50,7 @@ def _with_gradients(fn, leaves, g):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_values_and_gradients_equal_torch(tied, slice_tokens, rng):
+def test_values_and_gradients_equal_torch(tied, slice_positions, rng):
     params, h_BMD, targets_BM, g_BM, table_VD = _inputs(rng, tied)
     out_BM, (mine_BMD,) = _with_gradients(lambda h: target_logprobs(params, None, h, targets_BM), [h_BMD], g_BM)
     want_BM, (dh_BMD,) = _torch(lambda h: h @ torch.tensor(table_VD, dtype=torch.float64).T, [h_BMD], targets_BM, g_BM)
@@ -60,7 +60,7 @@ def test_values_and_gradients_equal_torch(tied, slice_tokens, rng):
     np.testing.assert_allclose(target_logprobs(params, None, h_BMD, targets_BM), want_BM, atol=1e-5)  # without a gradient
 
 
-def test_adapters_of_the_unembedding_get_their_gradients(slice_tokens, rng):
+def test_adapters_of_the_unembedding_get_their_gradients(slice_positions, rng):
     params, h_BMD, targets_BM, g_BM, table_VD = _inputs(rng, tied=True)
     sizes, scales = (2, 4), (np.array([2.0, 0.5], np.float32), np.array([3.0], np.float32))  # blocks of one row; the last is bare
     factors = [(rng.normal(size=(1, len(s), r, D)) * 0.3, rng.normal(size=(1, len(s), r, V)) * 0.3) for r, s in zip(sizes, scales)]
@@ -91,7 +91,7 @@ def test_extreme_logits_are_exact_and_finite(rng):
     np.testing.assert_allclose(mine_BMD, dh_BMD, atol=0.05)  # that error in an exponent, times weights of size 1
 
 
-def test_bfloat16_inputs_are_multiplied_in_float32(slice_tokens, rng):
+def test_bfloat16_inputs_are_multiplied_in_float32(slice_positions, rng):
     params, h_BMD, targets_BM, g_BM, table_VD = _inputs(rng, True, ml_dtypes.bfloat16)
     out_BM, (mine_BMD,) = _with_gradients(lambda h: target_logprobs(params, None, h, targets_BM), [h_BMD], g_BM)
     table = torch.tensor(table_VD.astype(np.float64))
