@@ -140,3 +140,58 @@ def test_adapters_split_as_the_base_does(config, mesh8):
     state = train.args[1]
     whole = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
     assert whole / 2 <= programs.device_bytes(state) < 0.55 * whole  # fsdp or tensor, two ways each
+
+
+SPARSE = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "routed_scaling_factor": 2.5,
+    "num_attention_heads": 4,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 64,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 64,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+
+
+def test_a_tiny_sparse_model_compiles_with_adapters_on_its_experts(config, tmp_path):
+    config.model, config.adapter = ConfigDict(SPARSE), ConfigDict({"rank": 4, "alpha": 8.0, "targets": ("all-linear",)})
+    result = scale_up.run(config, tmp_path)
+    assert result["fits"] == 1
+    assert all(result[name]["kernels"] > 0 for name in ("train", "prefill", "decode")), "grouped products are the compiler's own kernels"
+
+
+def test_another_adapter_costs_its_own_bytes_and_nothing_else(config):
+    config.model, config.adapter = ConfigDict(SPARSE), ConfigDict({"rank": 4, "alpha": 8.0, "targets": ("all-linear",)})
+
+    def argument_bytes(adapters):
+        config.rollout.adapters, config.rollout.prompts = adapters, 8
+        question = scale_up.Question(config)
+        plan = question.plan(chips.target("v5e:2x2"))
+        decode = plan.sampling(question.rollout)[1]
+        return programs.device_bytes(decode.args), programs.device_bytes(decode.args[1])
+
+    (one, adapter), (eight, adapters) = argument_bytes(1), argument_bytes(8)
+    assert adapters == 8 * adapter
+    assert eight - one == 7 * adapter
+
+
+@pytest.mark.slow
+def test_qwen3_30b_a3b_fits_sixteen_chips(tmp_path):
+    scope: dict = {}
+    exec((CONFIG.parent / "qwen3_30b_a3b.py").read_text(), scope)
+    config = scope["get_config"]()
+    config.topology = "v5e:4x4"
+    config.rollout.prompts = config.rollout.adapters
+    assert scale_up.run(config, tmp_path)["decode"]["fits"] == 1
