@@ -57,6 +57,12 @@ def ways(name: str | None, mesh: Any) -> int:
     return math.prod(mesh.shape[axis] for axis in mesh_axes(name, mesh))
 
 
+def parts_here(size: int, name: str) -> int:
+    """Into how many parts the mesh that is set splits a dimension of ``size``; 1 where none is set."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if mesh.empty else math.gcd(size, ways(name, mesh))
+
+
 def partition(axes: Sequence[str | None], mesh: Mesh) -> PartitionSpec:
     """The ``PartitionSpec`` of an array whose dimensions carry these logical names.
 

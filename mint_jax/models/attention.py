@@ -186,9 +186,8 @@ def seen(own_q, parent_q, own_k, start):
 def _slices(q, S):
     """Into how many slices of queries a block falls so that scores stay below ``SCORE_BYTES``."""
     B, K, G, t, _ = q.shape
-    mesh = jax.sharding.get_abstract_mesh()
-    here = 1 if mesh.empty else math.gcd(B, sharding.ways("batch", mesh)) * math.gcd(K, sharding.ways("kv_heads", mesh))
-    return slice_count(t, 4 * B * K * G * t * S // here)
+    devices = sharding.parts_here(B, "batch") * sharding.parts_here(K, "kv_heads")
+    return slice_count(t, 4 * B * K * G * t * S // devices)
 
 
 def slice_count(n: int, nbytes: int) -> int:

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from mint_jax import sharding
 from mint_jax.models.attention import Context, Segments, causal, pack_keys, seen, slice_count, split, unsplit, valid
 from mint_jax.models.config import Indexer, ModelConfig
 from mint_jax.models.rope import rotate, rotate_pairs
@@ -169,7 +170,7 @@ def _with_position(x_BTIH: jax.Array, ctx: Context, ix: Indexer, cfg: ModelConfi
 def _scores(q_QWTIH: jax.Array, w_QWTI: jax.Array, k_QSH: jax.Array) -> jax.Array:
     """``sum_i w_i relu(q_i . k)``, ``[Q, W, T, S]`` float32; as many heads at once as ``SCORE_BYTES`` allows."""
     (*rows, heads), S = w_QWTI.shape, k_QSH.shape[1]
-    n = slice_count(heads, 4 * w_QWTI.size * S)
+    n = slice_count(heads, 4 * w_QWTI.size * S // sharding.parts_here(len(w_QWTI), "batch"))
 
     def group(q, w):
         s = jax.nn.relu(jnp.einsum("QWTIH,QSH->QWTIS", q, k_QSH, preferred_element_type=jnp.float32))
@@ -194,7 +195,7 @@ def _best(parts: list[jax.Array], topk: int) -> tuple[jax.Array, ...]:
 def _choose_packed(q_BTIH, w_BTI, k_BSH, segments: Segments, topk: int) -> jax.Array:
     """The choice of packed rows, in slices of queries so that never are all scores there at once."""
     T = q_BTIH.shape[1]
-    n = slice_count(T, 4 * w_BTI.size * T)
+    n = slice_count(T, 4 * w_BTI.size * T // sharding.parts_here(len(w_BTI), "batch"))
 
     def one(slices):
         q, w, own, parent, start = slices

@@ -34,9 +34,8 @@ def _slice_count(rows: int, positions: int, vocab: int) -> int:
 
     Rows stay whole: they are what the mesh splits, and a slice of them would travel.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    ways = 1 if mesh.empty else sharding.ways("batch", mesh) * sharding.ways("vocab", mesh)
-    return max(1, min(positions, -(-rows * positions * vocab * 4 // (SLICE_BYTES * ways))))
+    devices = sharding.parts_here(rows, "batch") * sharding.parts_here(vocab, "vocab")
+    return max(1, min(positions, -(-rows * positions * vocab * 4 // (SLICE_BYTES * devices))))
 
 
 def _sliced(x: jax.Array, n: int, axis: int) -> jax.Array:
