@@ -39,11 +39,11 @@ def _scores_under_torch(model, tokens_BT, monkeypatch):
     return logits, seen
 
 
-def _clear_tokens(rng, model, monkeypatch, shape=(B, T), prefix=()):
-    """Tokens, all rows with the same first ones, logits and scores; the last key chosen is well above the next."""
-    for _ in range(50):
+def _clear_tokens(rng, model, monkeypatch, shape=(B, T), shared=0):
+    """Tokens, the first ``shared`` the same in all rows, logits and scores; the last key chosen is well above the next."""
+    for _ in range(200):
         tokens_BT = rng.integers(3, 97, size=shape).astype(np.int32)
-        tokens_BT[:, : len(prefix)] = prefix
+        tokens_BT[:, :shared] = tokens_BT[:1, :shared]
         logits, scores = _scores_under_torch(model, tokens_BT, monkeypatch)
         best = torch.stack(scores).sort(-1, descending=True).values[:, :, TOPK:]
         if (best[..., TOPK - 1] - best[..., TOPK]).min() > 1e-4:  # errors are of size 1e-6
@@ -126,7 +126,7 @@ def test_a_packed_row_equals_its_rows_apart(family, rng, tiny_base, hf_dirs, mon
     """A prompt, two rollouts that see it, and an unrelated text."""
     base, model = tiny_base(family), oracles.torch_model(hf_dirs(family))
     P, n, other = 11, 9, 20
-    rollouts, want, _ = _clear_tokens(rng, model, monkeypatch, (2, P + n), prefix=rng.integers(97, size=P))
+    rollouts, want, _ = _clear_tokens(rng, model, monkeypatch, (2, P + n), shared=P)
     text, alone, _ = _clear_tokens(rng, model, monkeypatch, (1, other))
     tokens = np.concatenate([rollouts[0], rollouts[1, P:], text[0]])[None]
     own = np.repeat(np.arange(4), (P, n, n, other))[None].astype(np.int32)
@@ -140,8 +140,8 @@ def test_decoding_with_a_cache_equals_the_full_forward(family, rng, tiny_base, h
     """Two padded prompts, two rollouts each; four new tokens at once, then one with both parts of the cache."""
     base, model = tiny_base(family), oracles.torch_model(hf_dirs(family))
     lengths, G, new = np.array([19, 13], np.int32), 2, 5
-    prompts_QS = rng.integers(3, 97, size=(2, 19)).astype(np.int32)
-    drawn = [_clear_tokens(rng, model, monkeypatch, (G, n + new), prompt[:n]) for prompt, n in zip(prompts_QS, lengths)]
+    drawn = [_clear_tokens(rng, model, monkeypatch, (G, n + new), shared=n) for n in lengths]
+    prompts_QS = np.stack([np.pad(rows[0][0, :n], (0, max(lengths) - n)) for rows, n in zip(drawn, lengths)]).astype(np.int32)
     new_BT, theirs = (np.concatenate([rows[i][:, -new:] for rows in drawn]) for i in (0, 1))
     at = np.repeat(lengths, G)[:, None]
     _, prompt = _run(base.params, None, prompts_QS, _arange(prompts_QS), cfg=base.cfg)
