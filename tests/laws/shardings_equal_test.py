@@ -20,7 +20,7 @@ from mint_jax.train.batch import Group, Sequence
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 
-HF = {  # every dimension that a mesh below splits is divisible by its ways
+DENSE = {  # every dimension that a mesh below splits is divisible by its ways
     "architectures": ["Qwen3ForCausalLM"],
     "vocab_size": 96,
     "hidden_size": 48,
@@ -31,32 +31,81 @@ HF = {  # every dimension that a mesh below splits is divisible by its ways
     "head_dim": 16,
     "max_position_embeddings": 128,
 }
-MESHES = {"data8": {"data": 8}, "fsdp8": {"fsdp": 8}, "tensor2_fsdp2_data2": {"tensor": 2, "fsdp": 2, "data": 2}}
-SPLITS = {"data8": 1, "fsdp8": 8, "tensor2_fsdp2_data2": 4}  # into how many parts a projection falls
-ADAPTERS = {"a": AdapterConfig(3, targets=("q", "o", "down")), "c": AdapterConfig(1, targets=("q", "o", "down"))}  # split both ways
+SPARSE = DENSE | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
+LATENT = DENSE | {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 1,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
+INDEXED = LATENT | {
+    "architectures": ["GlmMoeDsaForCausalLM"],
+    "index_n_heads": 4,
+    "index_head_dim": 12,
+    "index_topk": 5,
+    "indexer_types": ["full", "shared"],
+}
+FAMILIES = {"dense": DENSE, "experts": SPARSE, "latent": LATENT, "indexed": INDEXED}
+MESHES = {
+    "data8": {"data": 8},
+    "fsdp8": {"fsdp": 8},
+    "tensor2_fsdp2_data2": {"tensor": 2, "fsdp": 2, "data": 2},
+    "expert4_tensor2": {"expert": 4, "tensor": 2},
+}
+SPLITS = {"data8": 1, "fsdp8": 8, "tensor2_fsdp2_data2": 4, "expert4_tensor2": 2}  # into how many parts a dense projection falls
+CASES = [
+    ("dense", "data8"),
+    ("dense", "fsdp8"),
+    ("dense", "tensor2_fsdp2_data2"),
+    ("experts", "expert4_tensor2"),
+    pytest.param("latent", "expert4_tensor2", marks=pytest.mark.slow),  # all that it has, indexed has too
+    ("indexed", "expert4_tensor2"),
+]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("qwen3")
-    cfg = from_hf(HF)
-    hf.save(params_lib.init(transformer.abstract(cfg), jax.random.key(int(os.environ["MINT_TEST_SEED"]))), cfg, directory)
-    (directory / "config.json").write_text(json.dumps(HF))
+def adapters_of(family):
+    targets = ("q", "o", "down") if family == "dense" else ("all-linear",)  # split both ways
+    return {"a": AdapterConfig(3, targets=targets), "c": AdapterConfig(1, targets=targets)}
+
+
+def seed_of(family):
+    """Sparse families choose experts and keys: of two that are nearly equal another sum may take the other, so their seed is fixed."""
+    return int(os.environ["MINT_TEST_SEED"]) if family == "dense" else 7
+
+
+def save_checkpoint(family, directory):
+    cfg = from_hf(FAMILIES[family])
+    hf.save(params_lib.init(transformer.abstract(cfg), jax.random.key(seed_of(family))), cfg, directory)
+    (directory / "config.json").write_text(json.dumps(FAMILIES[family]))
     return str(directory)
 
 
-def outcome(base, adapters, groups, requests):
+def outcome(base, configs, adapters, groups, requests):
     """What one update of every policy, scoring and greedy sampling give on this base's mesh."""
     # eps 1 makes the update nearly proportional to the gradient; the usual 1e-8 would blow up the rounding of gradients near 0
     optimizer = OptimizerConfig(learning_rate=0.1, eps=1.0, weight_decay=0.1)
-    policies = [PolicyConfig(n, c, optimizer, LossConfig("ppo", kl_kind="k3", kl=0.1)) for n, c in ADAPTERS.items()]
+    policies = [PolicyConfig(n, c, optimizer, LossConfig("ppo", kl_kind="k3", kl=0.1)) for n, c in configs.items()]
     trainer = Trainer(base, policies)
     for name, adapter in adapters.items():
         trainer.load_adapter(name, adapter)
     out = {"train": trainer.forward_backward(groups)}
     out["gradients"] = {b: jax.tree.map(np.array, stack.grad_sum) for b, stack in trainer.state.items()}
-    out["update"] = trainer.optim_step(list(ADAPTERS))
-    out["adapters"] = {name: trainer.adapter(name) for name in ADAPTERS}
+    out["update"] = trainer.optim_step(list(configs))
+    out["adapters"] = {name: trainer.adapter(name) for name in configs}
     requests = [Request(prompt, trainer.slots.get(name), n=2, max_tokens=9, temperature=0.0) for name, prompt in requests]
     completions = [c for cs in DenseEngine(base).generate(requests, trainer.stacks) for c in cs]
     out["tokens"], out["sampled"] = [c.tokens for c in completions], [c.logprobs for c in completions]
@@ -66,33 +115,48 @@ def outcome(base, adapters, groups, requests):
 
 
 @pytest.fixture(scope="module")
-def problem(checkpoint):
-    """Adapters, groups and prompts, and what one device makes of them."""
-    rng = np.random.default_rng(int(os.environ["MINT_TEST_SEED"]))
-    base = base_lib.load(checkpoint, single_device_mesh())
+def problem(tmp_path_factory):
+    """``problem(family)`` -> a checkpoint, adapters, groups and prompts, and what one device makes of them."""
+    made = {}
+
+    def get(family):
+        if family not in made:
+            made.clear()
+            checkpoint = save_checkpoint(family, tmp_path_factory.mktemp(family))
+            made[family] = (checkpoint, *pose(family, checkpoint))
+        return made[family]
+
+    return get
+
+
+def pose(family, checkpoint):
+    rng = np.random.default_rng(seed_of(family))
+    base, configs = base_lib.load(checkpoint, single_device_mesh()), adapters_of(family)
 
     def ids(n):
-        return rng.integers(3, HF["vocab_size"], n).tolist()
+        return rng.integers(3, DENSE["vocab_size"], n).tolist()
 
     def sequence(n):
         return Sequence(ids(n), [0.1] * n, rng.normal(size=n).tolist(), (-rng.exponential(size=n)).tolist())
 
     specs = transformer.abstract(base.cfg)
-    shapes = {n: lora_tree.adapter_specs(specs, c) for n, c in ADAPTERS.items()}
+    shapes = {n: lora_tree.adapter_specs(specs, c) for n, c in configs.items()}
     adapters = {n: jax.tree.map(lambda s: (0.1 * rng.normal(size=s.shape)).astype(np.float32), tree) for n, tree in shapes.items()}
-    groups = {n: [Group(ids(4), [sequence(6), sequence(4)]) for _ in range(2)] for n in ADAPTERS}
+    groups = {n: [Group(ids(4), [sequence(6), sequence(4)]) for _ in range(2)] for n in configs}
     requests = [(n, tuple(ids(k))) for n, k in (("a", 5), ("a", 7), ("c", 3), (None, 6))]
-    args = adapters, groups, requests
+    args = configs, adapters, groups, requests
     return args, outcome(base, *args)
 
 
-@pytest.mark.parametrize("name", MESHES)
-def test_eight_devices_equal_one(name, checkpoint, problem):
-    args, one = problem
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_eight_devices_equal_one(family, name, problem):
+    checkpoint, args, one = problem(family)
     base = base_lib.load(checkpoint, make_mesh(MESHES[name]))
-    projection = base.params["dense"]["mlp"]["up"]["w"]
-    assert len(projection.sharding.device_set) == 8
-    assert projection.size == SPLITS[name] * projection.addressable_shards[0].data.size
+    for path, parts in (("dense/mlp/up/w", SPLITS[name]), ("moe/moe/experts/up/w", 8)):
+        projection = dict(params_lib.leaves_with_path(base.params)).get(path)
+        if projection is not None:
+            assert len(projection.sharding.device_set) == 8
+            assert projection.size == parts * projection.addressable_shards[0].data.size
     many = outcome(base, *args)
     assert many["tokens"] == one["tokens"]  # greedy; two logits within 1e-6 of each other are not expected in 72 tokens
     # float32: parts summed on several devices are added in another order, units of the last place of terms up to about 10
