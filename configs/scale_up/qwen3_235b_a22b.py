@@ -15,7 +15,7 @@ def get_config() -> ConfigDict:
     config.dtype = "bfloat16"
     config.topology = "v5p:4x4x4"  # or smallest
     config.chip = "v5p"  # whose pods smallest tries
-    config.mesh = ConfigDict({"data": 1, "fsdp": 1, "expert": -1, "tensor": 8})
+    config.mesh = ConfigDict({"data": 1, "fsdp": 1, "expert": -1, "tensor": 4})
     config.margin = 0.05  # of the memory of each device, to stay free
     config.hlo = False  # write the compiled programs beside the result
     config.adapter = ConfigDict({"rank": 16, "alpha": 32.0, "targets": ("q", "k", "v", "o")})
