@@ -3,6 +3,7 @@
 Random inputs are new in every session: the seed is printed at the top and repeated with ``MINT_TEST_SEED=n``.
 """
 
+import gc
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -28,6 +29,14 @@ host.use_compilation_cache(base_lib.cache_dir() / "compiled-tests")
 
 def pytest_report_header() -> str:
     return f"MINT_TEST_SEED={os.environ['MINT_TEST_SEED']} jax {jax.__version__}, {jax.device_count()} {jax.default_backend()} devices"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs():
+    """Frees a file's compiled programs behind it: each keeps memory mapped, and a process may have only so many mappings."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture
