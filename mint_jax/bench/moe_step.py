@@ -24,11 +24,11 @@ from mint_jax.lora.apply import Bound
 from mint_jax.models import experts, moe, router
 from mint_jax.models.config import Experts, ModelConfig
 from mint_jax.models.expert_parallel import routed
-from mint_jax.models.experts import sort_rows
+from mint_jax.models.experts import groups_of, sort_rows
 from mint_jax.models.grouped import grouped_matmul
 from mint_jax.models.mlp import swiglu
 from mint_jax.models.norm import rms_norm
-from mint_jax.models.packed_lora import add_packed_delta
+from mint_jax.models.packed_lora import Adapters, project
 
 Routed = Callable[[jax.Array, jax.Array, jax.Array, Any, Any], jax.Array]  # as ``expert_parallel.routed``
 
@@ -169,8 +169,7 @@ def _parts(stack: _Stack, policies: int, n: int) -> dict[str, float]:
     block_M = jnp.repeat(jnp.arange(P, dtype=jnp.int32), M // P, total_repeat_length=M)
     sort = jax.jit(lambda e, b: sort_rows(e, b, E, P))
     order = sort(expert_M, block_M)
-    sizes_G, sizes_E = order.counts.reshape(-1), jnp.sum(order.counts, axis=1)
-    matrix_G = (jnp.arange(P, dtype=jnp.int32)[None] * E + jnp.arange(E, dtype=jnp.int32)[:, None]).reshape(-1)
+    sizes_E, groups = jnp.sum(order.counts, axis=1), groups_of(order, 0, P)
     factors = jax.tree.map(lambda w: w[0].reshape(P * E, *w.shape[3:]), stack.adapters(P).buckets[0]["experts"])
     base = jax.tree.map(lambda w: w[0], stack.params["experts"])
     x_ND = stack.x_BTD.reshape(-1, size.d_model)
@@ -187,10 +186,12 @@ def _parts(stack: _Stack, policies: int, n: int) -> dict[str, float]:
 
     def each(what: str, name: str) -> Callable[[], Any]:
         d_in, d_out = base[name]["w"].shape[1:]
-        if what == "base":
-            return there_and_back(lambda x: grouped_matmul(x, base[name]["w"], sizes_E), rows[d_in])
-        a, b = factors[name]["a"], factors[name]["b"]
-        return there_and_back(lambda y, x, a, b: add_packed_delta(y, x, a, b, sizes_G, matrix_G), rows[d_out], rows[d_in], a, b)
+        adapters = [] if what == "base" else [Adapters(groups, ((factors[name]["a"], factors[name]["b"]),))]
+
+        def run(x, adapters):
+            return project(x, [base[name]], sizes_E, adapters)[0]
+
+        return there_and_back(run, rows[d_in], adapters)
 
     def gather(x_ND: jax.Array) -> jax.Array:
         return x_ND[order.order // X][order.inverse]

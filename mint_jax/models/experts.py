@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from mint_jax.lora.apply import Bound
-from mint_jax.models.grouped import grouped_matmul
+from mint_jax.models import packed_lora
 from mint_jax.models.mlp import swiglu
-from mint_jax.models.packed_lora import add_packed_delta
+from mint_jax.models.packed_lora import Adapters, Groups
 from mint_jax.params import ParamSpec
 
 NAMES = ("gate", "up", "down")
@@ -38,12 +38,13 @@ class Order(NamedTuple):
     Attributes:
         order, inverse: ``[M]`` permutations; rows of no expert held here come last.
         counts: ``[E, blocks]`` rows of each expert and block.
-        block: ``[M]`` block of each sorted row; the number of blocks for rows of no expert.
+        expert, block: ``[M]`` of each sorted row; the number of blocks for rows of no expert.
     """
 
     order: jax.Array
     inverse: jax.Array
     counts: jax.Array
+    expert: jax.Array
     block: jax.Array
 
 
@@ -55,7 +56,8 @@ def sort_rows(expert_M: jax.Array, block_M: jax.Array, E: int, blocks: int) -> O
     rank = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype))
     counts = jnp.zeros((E * blocks + 1,), jnp.int32).at[key].add(1)[:-1].reshape(E, blocks)
     sorted_key = key[order]
-    return Order(order, rank, counts, jnp.where(sorted_key < E * blocks, sorted_key % blocks, blocks))
+    held = sorted_key < E * blocks
+    return Order(order, rank, counts, sorted_key // blocks, jnp.where(held, sorted_key % blocks, blocks))
 
 
 def expert_mlp(x_ND: jax.Array, token_M: jax.Array, expert_M: jax.Array, block_M: jax.Array, p: Any, lora: Bound | None) -> jax.Array:
@@ -72,37 +74,29 @@ def expert_mlp(x_ND: jax.Array, token_M: jax.Array, expert_M: jax.Array, block_M
     blocks = 1 if lora is None else lora.total_blocks
     order = sort_rows(expert_M, block_M, p["gate"]["w"].shape[0], blocks)
     x = x_ND[token_M[order.order]]
-    gate = checkpoint_name(_project(x, p, lora, "gate", order), "expert_gate")
-    up = checkpoint_name(_project(x, p, lora, "up", order), "expert_up")
-    return _project(swiglu(gate, up), p, lora, "down", order)[order.inverse]
+    gate, up = _project(x, p, lora, ("gate", "up"), order)
+    gate, up = checkpoint_name(gate, "expert_gate"), checkpoint_name(up, "expert_up")
+    return _project(swiglu(gate, up), p, lora, ("down",), order)[0][order.inverse]
 
 
-def _project(x_MD: jax.Array, p: Any, lora: Bound | None, name: str, order: Order) -> jax.Array:
-    with jax.named_scope(name):
-        rows_E = jnp.sum(order.counts, axis=1)
-        y = grouped_matmul(x_MD, p[name]["w"], rows_E)
-        if "scale" in p[name]:  # a quantised base
-            expert_M = jnp.searchsorted(jnp.cumsum(rows_E), jnp.arange(y.shape[0]), side="right")
-            y = (y * p[name]["scale"][jnp.clip(expert_M, 0, rows_E.shape[0] - 1)]).astype(y.dtype)
-        if lora is None:
-            return y
-        mine = lora.at(name)
-        first = 0
-        for factors, blocks in zip(mine.buckets, mine.blocks):
-            if factors:
-                y = _add_delta(y, x_MD, factors["a"], factors["b"], order, first)
-            first += blocks
-        return y
+def _project(x_MD: jax.Array, p: Any, lora: Bound | None, names: tuple[str, ...], order: Order) -> list[jax.Array]:
+    """The projections ``names`` of the same rows."""
+    adapters, first = [], 0
+    for bucket, blocks in zip(lora.buckets, lora.blocks) if lora is not None else ():
+        pairs = [bucket.get(name) and tuple(bucket[name][f].reshape(-1, *bucket[name][f].shape[2:]) for f in "ab") for name in names]
+        if any(pairs):
+            adapters.append(Adapters(groups_of(order, first, blocks), tuple(pair or None for pair in pairs)))
+        first += blocks
+    with jax.named_scope("_".join(names)):
+        return packed_lora.project(x_MD, [p[name] for name in names], jnp.sum(order.counts, axis=1), adapters)
 
 
-def _add_delta(y_MF: jax.Array, x_MD: jax.Array, a_PERD: jax.Array, b_PERF: jax.Array, order: Order, first: int) -> jax.Array:
-    """Adds the deltas of one rank bucket, whose blocks are ``first .. first + P - 1``."""
-    P, E = a_PERD.shape[:2]
-    sizes = order.counts[:, first : first + P].reshape(-1)
-    factors = (jnp.arange(P, dtype=jnp.int32)[None] * E + jnp.arange(E, dtype=jnp.int32)[:, None]).reshape(-1)
-    a, b = (w.reshape(P * E, *w.shape[2:]) for w in (a_PERD, b_PERF))
-    if order.counts.shape[1] == P:  # the only bucket
-        return add_packed_delta(y_MF, x_MD, a, b, sizes, factors)
-    front = jnp.argsort((order.block < first) | (order.block >= first + P), stable=True)  # its rows, still sorted, then the others
-    back = jnp.zeros_like(front).at[front].set(jnp.arange(front.shape[0], dtype=front.dtype))
-    return add_packed_delta(y_MF[front], x_MD[front], a, b, sizes, factors)[back]
+def groups_of(order: Order, first: int, P: int) -> Groups:
+    """The rows of one rank bucket, whose blocks are ``first .. first + P - 1``; factors are packed ``[P E, ...]``."""
+    E, blocks = order.counts.shape
+    begin = (jnp.cumsum(order.counts.reshape(-1)) - order.counts.reshape(-1)).reshape(E, blocks)
+    index = jnp.arange(P, dtype=jnp.int32)[None] * E + jnp.arange(E, dtype=jnp.int32)[:, None]
+    mine = (order.block >= first) & (order.block < first + P)
+    factor = jnp.where(mine, (order.block - first) * E + order.expert, -1)
+    rows = slice(first, first + P)
+    return Groups(begin[:, rows].reshape(-1), order.counts[:, rows].reshape(-1), index.reshape(-1), factor)

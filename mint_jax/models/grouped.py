@@ -7,11 +7,14 @@ Axes: M rows, G groups, W matrices, K in, N out.
 """
 
 import functools
+import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-MIN_TILE, MAX_TILE = 8, 128  # rows of a tile on CPU
+STEP, MAX_TILE = 8, 160  # rows of a tile on CPU: a multiple of the one, about the other at most
 
 
 def grouped_matmul(
@@ -49,7 +52,7 @@ def _backward(transposed, residuals, g):
     if not trained:
         return dx, None, None, None
     left, right = (g, x) if transposed else (x, g)
-    dw_G = jax.lax.platform_dependent(left, right, sizes, cpu=_outer_tiles, default=_outer_ragged)
+    dw_G = outer(left, right, sizes)
     dw = dw_G if index is None else jnp.zeros(w.shape, jnp.float32).at[index].add(dw_G)
     return dx, dw.astype(w.dtype), None, None
 
@@ -57,8 +60,13 @@ def _backward(transposed, residuals, g):
 _grouped.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
+def outer(left_MA: jax.Array, right_MB: jax.Array, sizes_G: jax.Array) -> jax.Array:
+    """Each group's sum of outer products of its rows, ``[G, A, B]`` float32."""
+    return jax.lax.platform_dependent(left_MA, right_MB, sizes_G, cpu=_outer_tiles, default=_outer_ragged)
+
+
 def _product(x, w, sizes, index, transposed):
-    forms = {"cpu": _tiles, "default": _ragged}
+    forms = {"cpu": tiled_matmul, "default": _ragged}
     return jax.lax.platform_dependent(x, w, sizes, index, **{k: functools.partial(f, transposed=transposed) for k, f in forms.items()})
 
 
@@ -81,58 +89,109 @@ def _outer_ragged(left_MA, right_MB, sizes):
 
 
 def tile_rows(rows: int, groups: int) -> int:
-    """Rows of a tile: about those of an average group, a power of two within ``MIN_TILE`` and ``MAX_TILE``."""
-    average = max(1, rows // max(1, groups))
-    return min(MAX_TILE, max(MIN_TILE, 1 << (average - 1).bit_length()))
+    """Rows of a tile: most groups of average size, give or take what chance does to it, fill a whole number of tiles."""
+    average = rows / max(1, groups)
+    most = average + 2 * average**0.5
+    tiles = max(1, math.ceil(most / MAX_TILE))
+    return STEP * max(1, math.ceil(most / tiles / STEP))
 
 
-def schedule(M: int, sizes: jax.Array, tile: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Tiles of rows sorted by group: of each its group and first row, in order; and how many there are."""
+def schedule(M: int, sizes: jax.Array, tile: int, first: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Tiles of rows sorted by group: of each its group and first row, in order; and how many there are.
+
+    Args:
+        sizes, first: ``[G]`` rows and first row of each group.
+    """
     G = sizes.shape[0]
-    stop_G = jnp.cumsum(sizes)
     tiles_G = -(-sizes // tile)
     last_G = jnp.cumsum(tiles_G)
     n = jnp.arange(M // tile + min(G, M), dtype=jnp.int32)
     group_n = jnp.clip(jnp.searchsorted(last_G, n, side="right"), 0, G - 1)
-    first_n = (stop_G - sizes)[group_n] + (n - (last_G - tiles_G)[group_n]) * tile
+    first_n = first[group_n] + (n - (last_G - tiles_G)[group_n]) * tile
     return group_n, first_n, last_G[-1]
 
 
-def _tiles(x, w, sizes, index, transposed):
-    M = x.shape[0]
-    tile = min(tile_rows(M, sizes.shape[0]), M)
-    group, first, total = schedule(M, sizes, tile)
-    matrix = group if index is None else index[group]
-    contract = (((1,), (1 if transposed else 0,)), ((), ()))
+class Tile:
+    """One tile of a group's rows inside a loop: reads and writes that leave rows of other groups alone."""
 
-    def body(i, y):
-        start = jnp.minimum(first[i], M - tile)
-        rows = jax.lax.dynamic_slice_in_dim(x, start, tile)
-        mine = jax.lax.dynamic_index_in_dim(w, matrix[i], keepdims=False).astype(x.dtype)
-        out = jax.lax.dot_general(rows, mine, contract, preferred_element_type=jnp.float32).astype(y.dtype)
-        # Rows before ``first`` are done; those behind the group's last are overwritten by the next group's own tile.
-        before = (start + jnp.arange(tile, dtype=jnp.int32) < first[i])[:, None]
-        return jax.lax.dynamic_update_slice_in_dim(y, jnp.where(before, jax.lax.dynamic_slice_in_dim(y, start, tile), out), start, 0)
+    def __init__(self, first: jax.Array, stop: jax.Array, rows: int, M: int):
+        self.start, self.rows = jnp.minimum(first, M - rows), rows
+        row = self.start + jnp.arange(rows, dtype=jnp.int32)
+        self.mine = ((row >= first) & (row < stop))[:, None]
 
-    y = jax.lax.fori_loop(0, total, body, jnp.zeros((M, w.shape[1 if transposed else 2]), x.dtype))
-    return _inside(y, sizes)
+    def read(self, x: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(x, self.start, self.rows)
+
+    def own(self, x: jax.Array) -> jax.Array:
+        """As ``read``, with zeros in rows of other groups."""
+        return jnp.where(self.mine, self.read(x), jnp.zeros((), x.dtype))
+
+    def add(self, x: jax.Array, part: jax.Array) -> jax.Array:
+        """Adds ``part`` to this tile's own rows of ``x``."""
+        old = self.read(x)
+        return jax.lax.dynamic_update_slice_in_dim(x, jnp.where(self.mine, (old + part).astype(x.dtype), old), self.start, 0)
+
+
+def over_tiles(body: Callable[[Tile, jax.Array, Any], Any], carry: Any, M: int, sizes: jax.Array, first: jax.Array | None = None) -> Any:
+    """``body(tile, group, carry)`` over all tiles, in order; see ``schedule``."""
+    rows = min(tile_rows(M, sizes.shape[0]), M)
+    first_G = jnp.cumsum(sizes) - sizes if first is None else first
+    group, first_n, total = schedule(M, sizes, rows, first_G)
+    stop_G = first_G + sizes
+
+    def step(i, carry):
+        return body(Tile(first_n[i], stop_G[group[i]], rows, M), group[i], carry)
+
+    return jax.lax.fori_loop(0, total, step, carry)
+
+
+def blank(shape: tuple[int, ...], dtype: Any, sizes: jax.Array, key: int) -> jax.Array:
+    """Zeros for a loop to write into. Each needs a ``key`` of its own: equal constants are merged, and then copied for every loop."""
+    never = jnp.sum(sizes) < -key
+    return jnp.broadcast_to(jnp.where(never, 1, 0).astype(dtype), shape)
+
+
+def at(w: jax.Array, i: jax.Array) -> jax.Array:
+    """``w[i]`` without its axis."""
+    return jax.lax.dynamic_index_in_dim(w, i, keepdims=False)
+
+
+def dot(left: jax.Array, right: jax.Array, contract: tuple[int, int]) -> jax.Array:
+    """The product over one dimension of each, accumulated in float32."""
+    numbers = (((contract[0],), (contract[1],)), ((), ()))
+    return jax.lax.dot_general(left, right.astype(left.dtype), numbers, preferred_element_type=jnp.float32)
+
+
+def tiled_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    sizes: jax.Array,
+    index: jax.Array | None,
+    transposed: bool,
+    onto: jax.Array | None = None,
+    scaled: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
+    key: int = 0,
+) -> jax.Array:
+    """The form of the CPU.
+
+    Args:
+        onto: ``[M, N]`` to add to, instead of zeros.
+        scaled: ``(group, its product in float32) -> what to write``.
+        key: see ``blank``.
+    """
+    M, N = x.shape[0], w.shape[1 if transposed else 2]
+    y = blank((M, N), x.dtype, sizes, key) if onto is None else onto
+
+    def body(tile, group, y):
+        out = dot(tile.read(x), at(w, group if index is None else index[group]), (1, 1 if transposed else 0))
+        return tile.add(y, out if scaled is None else scaled(group, out))
+
+    return over_tiles(body, y, M, sizes)
 
 
 def _outer_tiles(left_MA, right_MB, sizes):
-    M = left_MA.shape[0]
-    tile = min(tile_rows(M, sizes.shape[0]), M)
-    group, first, total = schedule(M, sizes, tile)
-    stop_G = jnp.cumsum(sizes)
+    def body(tile, group, sums):
+        part = dot(tile.own(left_MA), tile.read(right_MB), (0, 0))
+        return jax.lax.dynamic_update_index_in_dim(sums, at(sums, group) + part, group, 0)
 
-    def body(i, sums):
-        start = jnp.minimum(first[i], M - tile)
-        row = start + jnp.arange(tile, dtype=jnp.int32)
-        mine = ((row >= first[i]) & (row < stop_G[group[i]]))[:, None]
-        rows = jnp.where(mine, jax.lax.dynamic_slice_in_dim(left_MA, start, tile), jnp.zeros((), left_MA.dtype))
-        others = jax.lax.dynamic_slice_in_dim(right_MB, start, tile)
-        part = jax.lax.dot_general(rows, others, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-        old = jax.lax.dynamic_index_in_dim(sums, group[i], keepdims=False)
-        return jax.lax.dynamic_update_index_in_dim(sums, old + part, group[i], 0)
-
-    shape = (sizes.shape[0], left_MA.shape[1], right_MB.shape[1])
-    return jax.lax.fori_loop(0, total, body, jnp.zeros(shape, jnp.float32))
+    return over_tiles(body, blank((sizes.shape[0], left_MA.shape[1], right_MB.shape[1]), jnp.float32, sizes, 0), left_MA.shape[0], sizes)

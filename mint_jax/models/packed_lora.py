@@ -1,119 +1,234 @@
-"""The packed adapter product of routed experts: each row's own adapter, added to the base's result.
+"""Projections of routed experts with packed adapters: the base's grouped matmul plus each row's own low-rank product.
 
-``y[m] + (x[m] A[g]^T) B[g]`` with rows sorted by group g = (expert, adapter). On accelerators two grouped matmuls a
-projection; on CPU one loop over tiles of a group's rows, which reads each activation once forward and once backward.
+``y[m] = x[m] W[e] + (x[m] A[g]^T) B[g]`` with rows sorted by expert e and group g = (expert, adapter), for all projections that
+read the same rows. On accelerators each product is a grouped matmul. On CPU the products with few columns (``x A^T``,
+backward ``dy B^T`` and the factors' gradients) run in one loop over tiles of a group's rows that reads the wide rows once; the
+products with few terms are sums over the rank, added while the base's own tile is at hand, so that no wide array is read
+or written for the adapters' sake. The inner ``[M, R]`` is kept for the backward pass.
 
-Axes: M rows, G groups, W adapter factors, D in, F out, R rank. Hu et al. 2021, arXiv 2106.09685, section 4.1.
+Axes: M rows, E experts, G groups, W adapter factors, D in, F out, R rank. Hu et al. 2021, arXiv 2106.09685, section 4.1.
 """
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 
-from mint_jax.models.grouped import grouped_matmul, schedule, tile_rows
+from mint_jax.models.grouped import at, blank, dot, grouped_matmul, outer, over_tiles, tiled_matmul
+
+FEW_TERMS = 16  # up to this rank a sum over it costs less than another pass over the wide result
+
+
+class Groups(NamedTuple):
+    """Which rows have which factors.
+
+    Attributes:
+        first: ``[G]`` int32 first row of each group, ascending.
+        sizes: ``[G]`` int32 rows of each group.
+        index: ``[G]`` int32 factors of each group; no two groups have the same.
+        factor: ``[M]`` int32 factors of each row; -1 for rows of no group.
+    """
+
+    first: jax.Array
+    sizes: jax.Array
+    index: jax.Array
+    factor: jax.Array
+
+
+Factors = tuple[jax.Array, jax.Array]  # A [W, R, D], B [W, R, F]
+
+
+class Adapters(NamedTuple):
+    """The adapters of one rank bucket.
+
+    Attributes:
+        groups: their rows.
+        factors: of each projection, the scale already in B; None where these adapters have none.
+    """
+
+    groups: Groups
+    factors: tuple[Factors | None, ...]
+
+
+class _Terms(NamedTuple):
+    """``h[m] w[factor of m]`` to be added: ``h [M, R]``, ``w [W, R, N]``."""
+
+    h: jax.Array
+    w: jax.Array
+    groups: Groups
+
+
+def project(x_MD: jax.Array, bases: Sequence[dict[str, jax.Array]], sizes_E: jax.Array, adapters: Sequence[Adapters]) -> list[jax.Array]:
+    """``[M, F]`` of each projection, in the dtype of ``x``; zeros in rows behind the last expert.
+
+    Args:
+        x_MD: rows, those of expert 0 first.
+        bases: of each projection ``{"w": [E, D, F]}`` and, quantised, ``"scale": [E, F]``.
+        sizes_E: int32 rows of each expert.
+        adapters: rank buckets.
+    """
+    return list(_project(x_MD, tuple(bases), sizes_E, tuple(adapters)))  # type: ignore[arg-type]
 
 
 @jax.custom_vjp
-def _add_packed(y, x, a, b, sizes, index):
-    return jax.lax.platform_dependent(y, x, a, b, sizes, index, cpu=_tiles, default=_grouped)
+def _project(x, bases, sizes, adapters):
+    return _products(x, bases, sizes, adapters)[0]
 
 
-def add_packed_delta(
-    y_MF: jax.Array, x_MD: jax.Array, a_WRD: jax.Array, b_WRF: jax.Array, sizes_G: jax.Array, index_G: jax.Array
-) -> jax.Array:
-    """``[M, F]`` in the dtype of ``y``; rows behind the last group keep ``y``.
-
-    Args:
-        y_MF: the base's result.
-        x_MD: rows, those of group 0 first.
-        a_WRD, b_WRF: factors, the scale already in B.
-        sizes_G: int32 rows of each group.
-        index_G: which factors each group has; no two groups have the same.
-    """
-    return _add_packed(y_MF, x_MD, a_WRD, b_WRF, sizes_G, index_G)  # type: ignore[return-value]
+def _products(x, bases, sizes, adapters):
+    inner = []
+    for groups, factors in adapters:
+        h = iter(jax.lax.platform_dependent(x, [pair[0] for pair in factors if pair], groups, cpu=_inner_tiles, default=_inner_grouped))
+        inner.append(tuple(None if pair is None else checkpoint_name(next(h), "expert_inner") for pair in factors))
+    out = []
+    for k, base in enumerate(bases):
+        terms = [_Terms(h[k], one.factors[k][1], one.groups) for h, one in zip(inner, adapters) if one.factors[k]]
+        out.append(_with_terms(x, base, sizes, terms, False, key=k))
+    return tuple(out), tuple(inner)
 
 
-def _forward(y, x, a, b, sizes, index):
-    return _add_packed(y, x, a, b, sizes, index), (x, a, b, sizes, index)
+def _forward(x, bases, sizes, adapters):
+    trained = tuple((True,) if base["w"].perturbed else () for base in bases)  # as structure: a frozen base costs no product backwards
+    args = jax.tree.map(lambda arg: arg.value, (x, bases, sizes, adapters), is_leaf=lambda arg: hasattr(arg, "perturbed"))
+    out, inner = _products(*args)
+    return out, (*args, inner, trained)
 
 
 def _backward(residuals, g):
-    dx, da, db = jax.lax.platform_dependent(g, *residuals, cpu=_tiles_backward, default=_grouped_backward)
-    return g, dx, da, db, None, None
+    x, bases, sizes, adapters, inner, trained = residuals
+    g = [jnp.zeros(one.shape, one.dtype) if isinstance(one, SymbolicZero) else one for one in g]
+    back, grads = [], []
+    for h, one in zip(inner, adapters):
+        mine = [k for k, pair in enumerate(one.factors) if pair]
+        args = x, [one.factors[k] for k in mine], one.groups, [h[k] for k in mine], [g[k] for k in mine]
+        backs, dfactors = jax.lax.platform_dependent(*args, cpu=_backward_tiles, default=_backward_grouped)
+        back.append(dict(zip(mine, backs)))
+        given = dict(zip(mine, dfactors))
+        grads.append(Adapters(None, tuple(given.get(k) for k in range(len(bases)))))  # type: ignore[arg-type]
+    dx = None
+    for k, base in enumerate(bases):
+        terms = [_Terms(b[k], one.factors[k][0], one.groups) for b, one in zip(back, adapters) if one.factors[k]]
+        dx = _with_terms(g[k], base, sizes, terms, True, onto=dx, key=k)
+    dbases = tuple(_base_gradient(x, one, sizes, base) if learns else None for base, one, learns in zip(bases, g, trained))
+    return dx, dbases, None, tuple(grads)
 
 
-_add_packed.defvjp(_forward, _backward)
+_project.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _grouped(y, x, a, b, sizes, index):
-    h = grouped_matmul(x, a, sizes, index, transposed=True)
-    return y + grouped_matmul(h, b, sizes, index).astype(y.dtype)
+def _base_gradient(x, g, sizes, base):
+    return {"w": outer(x, g, sizes).astype(base["w"].dtype)} | ({"scale": None} if "scale" in base else {})
 
 
-def _grouped_backward(g, x, a, b, sizes, index):
-    _, vjp = jax.vjp(lambda x, a, b: _grouped(jnp.zeros_like(g), x, a, b, sizes, index), x, a, b)
-    return vjp(g)
+def _with_terms(x, base, sizes, terms, transposed, onto=None, key=0):
+    """The base's product, transposed for the backward pass, plus ``terms``, plus ``onto``."""
+    forms = {"cpu": functools.partial(_with_terms_tiles, key=key), "default": _with_terms_grouped}
+    forms = {name: functools.partial(form, transposed=transposed) for name, form in forms.items()}
+    return jax.lax.platform_dependent(x, base, sizes, terms, onto, **forms)
 
 
-class _Tile:
-    """One tile of a group's rows inside a loop: reads and writes that leave rows of other groups alone."""
-
-    def __init__(self, first: jax.Array, stop: jax.Array, tile: int, M: int):
-        self.start, self.rows = jnp.minimum(first, M - tile), tile
-        row = self.start + jnp.arange(tile, dtype=jnp.int32)
-        self.mine = ((row >= first) & (row < stop))[:, None]
-
-    def read(self, x: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_slice_in_dim(x, self.start, self.rows)
-
-    def write(self, x: jax.Array, part: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice_in_dim(x, part, self.start, 0)
-
-    def product(self, x: jax.Array, w: jax.Array, contract: int) -> jax.Array:
-        """``x w`` over dimension ``contract`` of ``w``, float32, zero in rows of other groups."""
-        out = jax.lax.dot_general(x, w.astype(x.dtype), (((1,), (contract,)), ((), ())), preferred_element_type=jnp.float32)
-        return jnp.where(self.mine, out, 0.0)
+# On accelerators: grouped matmuls over rows that are contiguous by group.
 
 
-def _at(w: jax.Array, i: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(w, i, keepdims=False)
+def _grouped(x: jax.Array, w: jax.Array, groups: Groups, transposed: bool) -> jax.Array:
+    front = jnp.argsort(groups.factor < 0, stable=True)  # the rows of groups, still sorted, then the others
+    back = jnp.zeros_like(front).at[front].set(jnp.arange(front.shape[0], dtype=front.dtype))
+    return grouped_matmul(x[front], w, groups.sizes, groups.index, transposed)[back]
 
 
-def _loop(body, carry, x, sizes, index):
-    """``body(tile, factors' index, carry)`` over all tiles."""
-    M = x.shape[0]
-    tile = min(tile_rows(M, sizes.shape[0]), M)
-    group, first, total = schedule(M, sizes, tile)
-    stop_G = jnp.cumsum(sizes)
-
-    def step(i, carry):
-        return body(_Tile(first[i], stop_G[group[i]], tile, M), index[group[i]], carry)
-
-    return jax.lax.fori_loop(0, total, step, carry)
+def _scale_rows(y: jax.Array, scale_EF: jax.Array, sizes: jax.Array) -> jax.Array:
+    expert_M = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(y.shape[0]), side="right")
+    return (y * scale_EF[jnp.clip(expert_M, 0, sizes.shape[0] - 1)]).astype(y.dtype)
 
 
-def _tiles(y, x, a, b, sizes, index):
-    def body(tile, i, y):
-        h = tile.product(tile.read(x), _at(a, i), 1).astype(x.dtype)
-        old = tile.read(y)
-        return tile.write(y, old + tile.product(h, _at(b, i), 0).astype(old.dtype))
+def _with_terms_grouped(x, base, sizes, terms, onto, transposed):
+    if "scale" in base and transposed:
+        x = _scale_rows(x, base["scale"], sizes)
+    y = grouped_matmul(x, base["w"], sizes, transposed=transposed)
+    if "scale" in base and not transposed:
+        y = _scale_rows(y, base["scale"], sizes)
+    for h, w, groups in terms:
+        y = y + _grouped(h, w, groups, False).astype(y.dtype)
+    return y if onto is None else onto + y
 
-    return _loop(body, y, x, sizes, index)
+
+def _inner_grouped(x, a, groups):
+    return [_grouped(x, one, groups, True) for one in a]
 
 
-def _tiles_backward(g, x, a, b, sizes, index):
-    def body(tile, i, carry):
-        dx, da, db = carry
-        x_t, g_t, a_i, b_i = tile.read(x), tile.read(g), _at(a, i), _at(b, i)
-        h = tile.product(x_t, a_i, 1).astype(x.dtype)
-        back = tile.product(g_t, b_i, 1).astype(x.dtype)
-        dx = tile.write(dx, tile.read(dx) + tile.product(back, a_i, 0).astype(dx.dtype))
+def _backward_grouped(x, factors, groups, h, g):
+    back, grads = [], []
+    for (a, b), h_MR, g_MF in zip(factors, h, g):
+        one, vjp = jax.vjp(lambda b, g_MF=g_MF: _grouped(g_MF, b, groups, True), b)
+        back.append(one)
+        (db,) = vjp(h_MR)
+        (da,) = jax.vjp(lambda a: _grouped(x, a, groups, True), a)[1](one)
+        grads.append((da, db))
+    return back, grads
 
-        def add(total, left, right):
-            part = jax.lax.dot_general(left, right, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-            return jax.lax.dynamic_update_index_in_dim(total, _at(total, i) + part, i, 0)
 
-        return dx, add(da, back, x_t), add(db, h, g_t)
+# On CPU.
 
-    zeros = jnp.zeros_like(x), jnp.zeros(a.shape, jnp.float32), jnp.zeros(b.shape, jnp.float32)
-    dx, da, db = _loop(body, zeros, x, sizes, index)
-    return dx, da.astype(a.dtype), db.astype(b.dtype)
+
+def _inner_tiles(x, a, groups):
+    def body(tile, group, h):
+        rows, i = tile.read(x), groups.index[group]
+        return [tile.add(total, dot(rows, at(one, i), (1, 1))) for total, one in zip(h, a)]
+
+    h = [jnp.zeros((x.shape[0], one.shape[1]), x.dtype) for one in a]
+    return over_tiles(body, h, x.shape[0], groups.sizes, groups.first)
+
+
+def _with_terms_tiles(x, base, sizes, terms, onto, transposed, key):
+    if "scale" in base and transposed:
+        x = _scale_rows(x, base["scale"], sizes)
+    scaled = None if transposed or "scale" not in base else lambda group, out: out * at(base["scale"], group)
+    y = tiled_matmul(x, base["w"], sizes, None, transposed, onto, scaled, key)
+    for h, w, groups in (one for one in terms if one.w.shape[1] > FEW_TERMS):
+        y = over_tiles(
+            lambda tile, group, y, h=h, w=w, groups=groups: tile.add(y, dot(tile.read(h), at(w, groups.index[group]), (1, 0))),
+            *(y, y.shape[0], groups.sizes, groups.first),
+        )
+    if few := [one for one in terms if one.w.shape[1] <= FEW_TERMS]:
+        # A loop of one turn: in place, once, where XLA would repeat the sums in every consumer or store each of their terms.
+        y = jax.lax.fori_loop(
+            jnp.where(jnp.sum(sizes) > 0, 0, 1), 1, lambda zero, y: functools.reduce(functools.partial(_add_terms, zero), few, y), y
+        )
+    return y
+
+
+def _add_terms(zero: jax.Array, y: jax.Array, terms: _Terms) -> jax.Array:
+    """The sum over the rank, row by row; ``zero`` comes from the loop and keeps the terms inside it."""
+    h, factor = terms.h.astype(jnp.float32), terms.groups.factor
+    R, N = terms.w.shape[1:]
+    rows_WN, first = terms.w.reshape(-1, N), jnp.maximum(factor, 0) * R + zero
+    mine = (factor >= 0)[:, None]  # a select, not a product with 0: another policy's factors may be NaN
+    out = y.astype(jnp.float32)
+    for r in range(R):
+        out = out + jnp.where(mine, h[:, r, None] * rows_WN[first + r].astype(jnp.float32), 0.0)
+    return out.astype(y.dtype)
+
+
+def _backward_tiles(x, factors, groups, h, g):
+    def body(tile, group, carry):
+        rows, i = tile.read(x), groups.index[group]
+        new_back, new_grads = [], []
+        for (_, b), h_MR, g_MF, total, (da, db) in zip(factors, h, g, *carry):
+            g_t = tile.read(g_MF)
+            mine = jnp.where(tile.mine, dot(g_t, at(b, i), (1, 1)), 0.0).astype(x.dtype)
+            new_back.append(tile.add(total, mine))
+            new_grads.append((_add_at(da, i, dot(mine, rows, (0, 0))), _add_at(db, i, dot(tile.own(h_MR), g_t, (0, 0)))))
+        return new_back, new_grads
+
+    back = [jnp.zeros((x.shape[0], a.shape[1]), x.dtype) for a, _ in factors]
+    grads = [tuple(blank(w.shape, jnp.float32, groups.sizes, 2 * k + i) for i, w in enumerate(pair)) for k, pair in enumerate(factors)]
+    back, grads = over_tiles(body, (back, grads), x.shape[0], groups.sizes, groups.first)
+    return back, [(da.astype(a.dtype), db.astype(b.dtype)) for (da, db), (a, b) in zip(grads, factors)]
+
+
+def _add_at(total: jax.Array, i: jax.Array, part: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_index_in_dim(total, at(total, i) + part, i, 0)

@@ -25,7 +25,8 @@ from mint_jax.sharding import constrain
 REMAT = {  # what the backward pass keeps of each layer
     "none": None,
     "names": jax.checkpoint_policies.save_only_these_names(
-        "residual", "latent", "chosen", "query", "key", "value", "attended", "logsumexp", "mlp_gate", "mlp_up", "expert_gate", "expert_up"
+        *("residual", "latent", "chosen", "query", "key", "value", "attended", "logsumexp"),
+        *("mlp_gate", "mlp_up", "expert_gate", "expert_up", "expert_inner"),
     ),
     "full": jax.checkpoint_policies.nothing_saveable,
 }

@@ -83,7 +83,7 @@ def test_bfloat16_is_rounded_once(sizes, transposed, rng):
 @pytest.mark.parametrize("sizes", SIZES)
 def test_both_forms_agree(sizes, transposed, dtype, rng):
     x, w, size, index, g = _problem(rng, SIZES[sizes], 9, True, transposed, dtype)
-    tiles, ragged = (functools.partial(f, transposed=transposed) for f in (grouped._tiles, grouped._ragged))
+    tiles, ragged = (functools.partial(f, transposed=transposed) for f in (grouped.tiled_matmul, grouped._ragged))
     # float32 sums of K terms in another order; in bfloat16 they may round to either neighbour
     close = functools.partial(np.testing.assert_allclose, rtol=2**-7 if dtype == jnp.bfloat16 else 0, atol=1e-5)
     close(*(np.asarray(f(x, w, size, index), np.float32) for f in (tiles, ragged)))
