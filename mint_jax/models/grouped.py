@@ -11,6 +11,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from mint_jax.models.grouped_batching import batched_outer, batched_product
+
 MIN_TILE, MAX_TILE = 8, 128  # rows of a tile on CPU
 
 
@@ -49,7 +51,7 @@ def _backward(transposed, residuals, g):
     if not trained:
         return dx, None, None, None
     left, right = (g, x) if transposed else (x, g)
-    dw_G = jax.lax.platform_dependent(left, right, sizes, cpu=_outer_tiles, default=_outer_ragged)
+    dw_G = _outer(left, right, sizes)
     dw = dw_G if index is None else jnp.zeros(w.shape, jnp.float32).at[index].add(dw_G)
     return dx, dw.astype(w.dtype), None, None
 
@@ -58,8 +60,27 @@ _grouped.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _product(x, w, sizes, index, transposed):
+    return (_times_transposed if transposed else _times)(x, w, sizes, index)
+
+
+def _product_of_one(x, w, sizes, index, transposed):
     forms = {"cpu": _tiles, "default": _ragged}
     return jax.lax.platform_dependent(x, w, sizes, index, **{k: functools.partial(f, transposed=transposed) for k, f in forms.items()})
+
+
+@batched_product
+def _times(x, w, sizes, index):
+    return _product_of_one(x, w, sizes, index, False)
+
+
+@batched_product
+def _times_transposed(x, w, sizes, index):
+    return _product_of_one(x, w, sizes, index, True)
+
+
+@batched_outer
+def _outer(left, right, sizes):
+    return jax.lax.platform_dependent(left, right, sizes, cpu=_outer_tiles, default=_outer_ragged)
 
 
 def _inside(x_MN: jax.Array, sizes_G: jax.Array) -> jax.Array:

@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from mint_jax.models.grouped import grouped_matmul, schedule, tile_rows
+from mint_jax.models.grouped_batching import batched_packed, batched_packed_backward
 
 
 @jax.custom_vjp
+@batched_packed
 def _add_packed(y, x, a, b, sizes, index):
     return jax.lax.platform_dependent(y, x, a, b, sizes, index, cpu=_tiles, default=_grouped)
 
@@ -37,8 +39,13 @@ def _forward(y, x, a, b, sizes, index):
 
 
 def _backward(residuals, g):
-    dx, da, db = jax.lax.platform_dependent(g, *residuals, cpu=_tiles_backward, default=_grouped_backward)
+    dx, da, db = _gradients(g, *residuals)
     return g, dx, da, db, None, None
+
+
+@batched_packed_backward
+def _gradients(g, x, a, b, sizes, index):
+    return jax.lax.platform_dependent(g, x, a, b, sizes, index, cpu=_tiles_backward, default=_grouped_backward)
 
 
 _add_packed.defvjp(_forward, _backward)
