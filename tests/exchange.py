@@ -77,6 +77,73 @@ def tokens_off_ties(model: Any, rng, shape: tuple[int, int] = (2, 9), chosen: in
     raise AssertionError("every draw has a tie between experts: are the router's weights zero?")
 
 
+def tokens_off_group_ties(model: Any, rng, experts: Any, shape: tuple[int, int] = (2, 9)) -> np.ndarray:
+    """The same where experts come from the best groups; the choice of groups must matter, or nothing is said about it.
+
+    Args:
+        experts: ``ModelConfig.experts`` with sigmoid scores.
+    """
+    seen: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def keep(module, _, output):
+        logits = (output[0] if isinstance(output, tuple) else output).detach().numpy().reshape(-1, experts.count)
+        seen.append((1 / (1 + np.exp(-logits)), module.e_score_correction_bias.detach().numpy()))
+
+    gates = [module for module in model.modules() if hasattr(module, "e_score_correction_bias")]
+    hooks = [gate.register_forward_hook(keep) for gate in gates]
+    try:
+        for _ in range(50):
+            tokens_BT, seen[:] = rng.integers(0, 97, shape), []
+            oracles.torch_logits(model, tokens_BT)
+            assert seen, "the model has no router"
+            scores = np.concatenate([s + bias for s, bias in seen])
+            groups = scores.reshape(len(scores), experts.groups, -1)
+            quality = np.sort(groups, axis=-1)[..., -2:].sum(-1)
+            order = np.sort(quality, axis=-1)[:, ::-1]
+            inside = (quality >= order[:, experts.groups_chosen - 1 : experts.groups_chosen])[..., None]
+            allowed = np.where(inside, groups, -np.inf).reshape(scores.shape)
+            best, free = (np.sort(x, axis=-1)[:, ::-1] for x in (allowed, scores))
+            group_margin = order[:, experts.groups_chosen - 1] - order[:, experts.groups_chosen]
+            margin = best[:, experts.per_token - 1] - best[:, experts.per_token]
+            changed = (best[:, experts.per_token - 1] != free[:, experts.per_token - 1]).any()
+            if changed and min(group_margin.min(), margin.min()) > 1e-4:
+                return tokens_BT
+    finally:
+        for hook in hooks:
+            hook.remove()
+    raise AssertionError("every draw has a tie between experts: are the router's weights zero?")
+
+
+def peft_gradients(model: Any, names: dict[str, list[str]], rank: int, E: int, F: int) -> dict[str, np.ndarray]:
+    """PEFT's gradients by our path, modules in our order; the E experts of width F are cut out of its fused pairs row by row."""
+
+    def of(module):
+        return module.lora_A["default"].weight.grad.numpy(), module.lora_B["default"].weight.grad.numpy()
+
+    out = {}
+    for path, modules in names.items():
+        pairs = []
+        for name in modules:
+            if ".experts." not in name:
+                module = model.get_submodule(f"base_model.model.{name}")
+                if not hasattr(module, "lora_A"):
+                    break
+                a, b = of(module)
+            else:
+                experts, e, last = name.rsplit(".", 2)
+                e, down = int(e), model.get_submodule(f"base_model.model.{experts}")
+                a, b = of(down if last == "down_proj" else down.base_layer)
+                R = a.shape[0] // E
+                a, b = a[e * R : (e + 1) * R], b[:, e::E]
+                if last != "down_proj":  # gate has the first half of the rank and of the rows, up the second
+                    half = slice(0, rank) if last == "gate_proj" else slice(rank, None)
+                    a, b = a[half], b[:F, half] if last == "gate_proj" else b[F:, half]
+            pairs.append((a, b.T))
+        if pairs:
+            out |= {f"{path}/a": np.stack([a for a, _ in pairs]), f"{path}/b": np.stack([b for _, b in pairs])}
+    return out
+
+
 def edit_config(directory: Path, **fields) -> None:
     config = json.loads((directory / CONFIG).read_text()) | fields
     (directory / CONFIG).write_text(json.dumps(config))

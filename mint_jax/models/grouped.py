@@ -14,6 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from mint_jax.models.grouped_batching import batched_outer, batched_product
+
 STEP, MAX_TILE = 8, 160  # rows of a tile on CPU: a multiple of the one, about the other at most
 
 
@@ -60,14 +62,29 @@ def _backward(transposed, residuals, g):
 _grouped.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
+@batched_outer
 def outer(left_MA: jax.Array, right_MB: jax.Array, sizes_G: jax.Array) -> jax.Array:
     """Each group's sum of outer products of its rows, ``[G, A, B]`` float32."""
     return jax.lax.platform_dependent(left_MA, right_MB, sizes_G, cpu=_outer_tiles, default=_outer_ragged)
 
 
 def _product(x, w, sizes, index, transposed):
+    return (_times_transposed if transposed else _times)(x, w, sizes, index)
+
+
+def _product_of_one(x, w, sizes, index, transposed):
     forms = {"cpu": tiled_matmul, "default": _ragged}
     return jax.lax.platform_dependent(x, w, sizes, index, **{k: functools.partial(f, transposed=transposed) for k, f in forms.items()})
+
+
+@batched_product
+def _times(x, w, sizes, index):
+    return _product_of_one(x, w, sizes, index, False)
+
+
+@batched_product
+def _times_transposed(x, w, sizes, index):
+    return _product_of_one(x, w, sizes, index, True)
 
 
 def _inside(x_MN: jax.Array, sizes_G: jax.Array) -> jax.Array:

@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from mint_jax.models.grouped import at, blank, dot, grouped_matmul, outer, over_tiles, tiled_matmul
+from mint_jax.models.grouped_batching import Merged, each, joined
 
 FEW_TERMS = 16  # up to this rank a sum over it costs less than another pass over the wide result
 
@@ -79,7 +80,9 @@ def _project(x, bases, sizes, adapters):
     return _products(x, bases, sizes, adapters)[0]
 
 
+@jax.custom_batching.custom_vmap
 def _products(x, bases, sizes, adapters):
+    """The projections, and the inner ``[M, R]`` of each bucket and projection."""
     inner = []
     for groups, factors in adapters:
         h = iter(jax.lax.platform_dependent(x, [pair[0] for pair in factors if pair], groups, cpu=_inner_tiles, default=_inner_grouped))
@@ -100,7 +103,15 @@ def _forward(x, bases, sizes, adapters):
 
 def _backward(residuals, g):
     x, bases, sizes, adapters, inner, trained = residuals
-    g = [jnp.zeros(one.shape, one.dtype) if isinstance(one, SymbolicZero) else one for one in g]
+    g = tuple(jnp.zeros(one.shape, one.dtype) if isinstance(one, SymbolicZero) else one for one in g)
+    dx, dfactors = _gradients(x, bases, sizes, adapters, inner, g)
+    dbases = tuple(_base_gradient(x, one, sizes, base) if learns else None for base, one, learns in zip(bases, g, trained))
+    return dx, dbases, None, tuple(Adapters(None, one) for one in dfactors)  # type: ignore[arg-type]
+
+
+@jax.custom_batching.custom_vmap
+def _gradients(x, bases, sizes, adapters, inner, g):
+    """Of the rows, and of each bucket's factors."""
     back, grads = [], []
     for h, one in zip(inner, adapters):
         mine = [k for k, pair in enumerate(one.factors) if pair]
@@ -108,16 +119,57 @@ def _backward(residuals, g):
         backs, dfactors = jax.lax.platform_dependent(*args, cpu=_backward_tiles, default=_backward_grouped)
         back.append(dict(zip(mine, backs)))
         given = dict(zip(mine, dfactors))
-        grads.append(Adapters(None, tuple(given.get(k) for k in range(len(bases)))))  # type: ignore[arg-type]
+        grads.append(tuple(given.get(k) for k in range(len(bases))))
     dx = None
     for k, base in enumerate(bases):
         terms = [_Terms(b[k], one.factors[k][0], one.groups) for b, one in zip(back, adapters) if one.factors[k]]
         dx = _with_terms(g[k], base, sizes, terms, True, onto=dx, key=k)
-    dbases = tuple(_base_gradient(x, one, sizes, base) if learns else None for base, one, learns in zip(bases, g, trained))
-    return dx, dbases, None, tuple(grads)
+    return dx, tuple(grads)
 
 
 _project.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+# Under vmap over policies: their rows in one order, see ``grouped_batching``.
+
+
+@_products.def_vmap
+def _products_of_policies(P, batched, x, bases, sizes, adapters):
+    rows, *args = _merge(P, batched, x, bases, sizes, adapters)
+    out = jax.tree.map(rows.back, _products(*args))
+    return out, jax.tree.map(lambda _: True, out)
+
+
+@_gradients.def_vmap
+def _gradients_of_policies(P, batched, x, bases, sizes, adapters, inner, g):
+    rows, *args = _merge(P, batched, x, bases, sizes, adapters)
+    inner, g = (jax.tree.map(rows.take, tree, of) for tree, of in ((inner, batched[4]), (g, batched[5])))
+    dx, grads = _gradients(*args, inner, g)
+    out = rows.back(dx), jax.tree.map(lambda w: w.reshape(P, -1, *w.shape[1:]), grads)
+    return out, jax.tree.map(lambda _: True, out)
+
+
+def _merge(P, batched, x, bases, sizes, adapters):
+    """The policies' rows, and what ``_products`` takes, for all of them."""
+    of_x, of_bases, of_sizes, of_adapters = batched[:4]
+    sizes_PE, shared = each(sizes, of_sizes, P), not any(jax.tree.leaves(of_bases))
+    rows = Merged(sizes_PE, x.shape[-2], shared)
+    if shared:
+        sizes = jnp.sum(sizes_PE, axis=0, dtype=sizes.dtype)
+    else:
+        bases, sizes = jax.tree.map(lambda w, of: joined(w, of, P), bases, of_bases), sizes_PE.reshape(-1)
+    out = []
+    for (groups, factors), (of_groups, of_factors) in zip(adapters, of_adapters):
+        W = next(pair[0].shape[-3] for pair in factors if pair)
+        groups = jax.tree.map(lambda v, of: each(v, of, P), groups, of_groups)
+        own = W * jnp.arange(P, dtype=jnp.int32)[:, None]
+        factor = jnp.where(groups.factor < 0, -1, groups.factor + own)
+        first = jnp.take_along_axis(rows.place_PM, jnp.minimum(groups.first, x.shape[-2] - 1), axis=1).reshape(-1)
+        order = jnp.argsort(first, stable=True)
+        sizes_G, index_G = groups.sizes.reshape(-1)[order], (groups.index + own).reshape(-1)[order]
+        merged = Groups(first[order], sizes_G, index_G, rows.take(factor[..., None], True)[:, 0])
+        out.append(Adapters(merged, jax.tree.map(lambda w, of: joined(w, of, P), factors, of_factors)))
+    return rows, rows.take(x, of_x), bases, sizes, tuple(out)
 
 
 def _base_gradient(x, g, sizes, base):
@@ -194,10 +246,11 @@ def _with_terms_tiles(x, base, sizes, terms, onto, transposed, key):
             *(y, y.shape[0], groups.sizes, groups.first),
         )
     if few := [one for one in terms if one.w.shape[1] <= FEW_TERMS]:
-        # A loop of one turn: in place, once, where XLA would repeat the sums in every consumer or store each of their terms.
-        y = jax.lax.fori_loop(
-            jnp.where(jnp.sum(sizes) > 0, 0, 1), 1, lambda zero, y: functools.reduce(functools.partial(_add_terms, zero), few, y), y
-        )
+        # Backwards in a loop of one turn: in place, once, where XLA would store each term for the several consumers.
+        def add(zero, y):
+            return functools.reduce(functools.partial(_add_terms, zero), few, y)
+
+        y = jax.lax.fori_loop(jnp.where(jnp.sum(sizes) > 0, 0, 1), 1, add, y) if transposed else add(0, y)
     return y
 
 

@@ -9,6 +9,8 @@ from collections import Counter
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import pytest
 
 from mint_jax import params as params_lib
 from mint_jax.lora import tree as lora_tree
@@ -137,18 +139,20 @@ def test_training_step_is_one_base_matmul_forward_and_one_backward(tiny_base):
     check(fn, training_args(cfg), cfg, rows=P * B * T, passes=2, unembed=Counter({P * B * M: 2}))
 
 
-def test_training_step_is_one_grouped_matmul_of_the_experts_forward_and_one_backward(tiny_base):
-    """Every projection of the experts meets the rows of all policies at once."""
-    cfg = tiny_base("qwen3_moe").cfg
+def check_experts(fn, args, cfg, backward: bool = True, remat: str = "none") -> Counter:
+    """Every projection of the experts meets the rows of all policies at once. Returns how many other matmuls there are, by primitive."""
     E, D, F, rows = cfg.experts.count, cfg.d_model, cfg.experts.width, P * B * T * cfg.experts.per_token
-    fn = jax.jit(lambda *args: step.forward_backward(*args, cfg=cfg, remat="none"))
-    traced = fn.trace(*training_args(cfg))
-    grouped = Counter()
+    # Into F: gate and up forward, down backward; into D: down forward, gate and up backward. Weights of experts that the router
+    # learns need what down gave, which "names" does not keep.
+    into = {F: 2 + backward, D: 1 + 2 * backward + (backward and remat == "names")}
+    traced = fn.trace(*args)
+    grouped, others = Counter(), Counter()
     for e in equations(traced.jaxpr.jaxpr):  # the form of accelerators; that of the CPU stands beside it
         if e.primitive.name == "ragged_dot_general" and set(e.invars[1].aval.shape) == {E, D, F}:
             grouped[e.invars[0].aval.shape] += 1
-    # into F: gate and up forward, down backward; into D: down forward, gate and up backward
-    assert grouped == {(rows, D): 3, (rows, F): 3}
+        elif is_matmul(e):
+            others[e.primitive.name] += 1
+    assert grouped == {(rows, D): into[F], (rows, F): into[D]}
     text = traced.lower().compile().as_text()
     shapes = {name: tuple(map(int, dims.split(","))) for name, dims in re.findall(r"%([\w.-]+) = \w+\[([\d,]+)\]", text)}
     calls = re.findall(r"%([\w.-]+) = \w+\[[\d,]+\]\S* (?:dot|custom-call)\(([^)]*)\)", text)
@@ -157,10 +161,80 @@ def test_training_step_is_one_grouped_matmul_of_the_experts_forward_and_one_back
         if any({D, F} == set(shapes.get(x, ())) - {1} for x in re.findall(r"%([\w.-]+)", operands)):
             tiles[shapes[name]] += 1
     tile = tile_rows(rows, E)
-    assert tiles == {(tile, F): 3, (tile, D): 3}
+    assert tiles == {(tile, F): into[F], (tile, D): into[D]}
     for dims in set(re.findall(r"\w+\[([\d,]+)\]", text)):
         shape = tuple(map(int, dims.split(",")))
         assert not ({D, F} <= set(shape) and math.prod(shape) >= P * E * D * F), f"[{dims}] is the experts for every policy"
+    return others
+
+
+def test_training_step_is_one_grouped_matmul_of_the_experts_forward_and_one_backward(tiny_base):
+    cfg = tiny_base("qwen3_moe").cfg
+    fn = jax.jit(lambda *args: step.forward_backward(*args, cfg=cfg, remat="none"))
+    check_experts(fn, training_args(cfg), cfg)
+
+
+def one_policy(cfg, remat="none"):
+    """``f(params, adapter, tokens [B, T], replay [L, B, T, X] or None)``: hidden states and routes, written without a thought of others."""
+
+    def f(params, adapter, tokens_BT, replay=None):
+        bound = lora_tree.bind([(jax.tree.map(lambda x: x[:, None], adapter), jnp.ones(1))])
+        positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
+        return transformer.hidden_states(params, bound, tokens_BT, positions_BT, cfg, remat=remat, replay=replay, keep_routes=True)
+
+    return f
+
+
+def adapters_of(cfg, rank: int, policies: int):
+    one = lora_tree.adapter_specs(transformer.abstract(cfg), AdapterConfig(rank, targets=(lora_tree.ALL_LINEAR,)))
+    return jax.tree.map(lambda s: struct(s.dtype, policies, *s.shape), one)
+
+
+@pytest.mark.parametrize("remat", ["none", "names"])
+def test_vmap_of_one_policy_is_one_grouped_matmul_of_the_experts(remat, tiny_base):
+    """A user's own ``vmap``: as many products as for one policy, each over the rows of all."""
+    cfg = tiny_base("qwen3_moe").cfg
+    forward = one_policy(cfg, remat)
+    gradient = jax.value_and_grad(lambda params, adapter, tokens: jnp.sum(forward(params, adapter, tokens)[0] ** 2), 1)
+    many = (jax.jit(jax.vmap(f, in_axes=(None, 0, 0))) for f in (lambda *args: forward(*args)[0], gradient))
+    alone = (jax.jit(f) for f in (lambda *args: forward(*args)[0], gradient))
+    params = params_lib.abstract(transformer.abstract(cfg))
+    args = params, adapters_of(cfg, 4, P), struct(jnp.int32, P, B, T)
+    one = params, jax.tree.map(lambda s: struct(s.dtype, *s.shape[1:]), args[1]), struct(jnp.int32, P * B, T)
+    for fn, single, backward in zip(many, alone, (False, True)):
+        merged = check_experts(fn, args, cfg, backward, remat)
+        assert merged == check_experts(single, one, cfg, backward, remat), "adapters, attention: as many products as one policy has"
+
+
+def test_vmap_of_one_policy_equals_each_alone(tiny_base, rng):
+    base = tiny_base("deepseek_v3")  # dense layers, then routed and shared experts
+    cfg, policies = base.cfg, 3
+    forward = one_policy(cfg, "names")
+    adapters = jax.tree.map(lambda s: jnp.asarray(rng.normal(0, 0.3, s.shape), s.dtype), adapters_of(cfg, 2, policies))
+    tokens = jnp.asarray(rng.integers(0, cfg.vocab_size, (policies, B, T)), jnp.int32)
+    weight = jnp.asarray(rng.normal(size=(B, T, cfg.d_model)), jnp.float32)
+
+    def loss(params, adapter, tokens, replay=None):
+        h, kept = forward(params, adapter, tokens, replay)
+        return jnp.sum(h * weight), (h, kept["moe"])
+
+    gradient = jax.value_and_grad(loss, 1, has_aux=True)
+    alone, single = [], jax.jit(gradient)
+    for p in range(policies):
+        alone.append(single(base.params, jax.tree.map(lambda x, p=p: x[p], adapters), tokens[p]))
+    want = jax.tree.map(lambda *x: np.stack(x), *alone)
+    routes = jnp.asarray(want[0][1][1]["routes"])
+    # Each policy takes the experts that it took alone: another order of summation could exchange two that are nearly as good.
+    got = jax.jit(jax.vmap(gradient, in_axes=(None, 0, 0, 0)))(base.params, adapters, tokens, routes)
+    np.testing.assert_array_equal(got[0][1][1]["routes"], routes)
+    assert np.mean(got[0][1][1]["missed"]) < 0.02, "and its own choice is the same but for such ties"
+
+    def close(path, ours, theirs):
+        # float32 through 3 layers, tiles of rows cut elsewhere; relative to the largest entry
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=3e-5 * np.abs(theirs).max(), err_msg=jax.tree_util.keystr(path))
+
+    jax.tree_util.tree_map_with_path(close, (got[0][1][0], got[1]), (want[0][1][0], want[1]))
+    assert all(np.abs(g).max() > 1e-3 for g in jax.tree.leaves(want[1]))
 
 
 def test_sampling_is_one_base_matmul_a_token(tiny_base):

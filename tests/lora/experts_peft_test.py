@@ -1,5 +1,6 @@
 """Adapters of routed experts, written expert by expert: PEFT loads them with our logits and our gradients."""
 
+import functools
 import json
 
 import jax
@@ -14,10 +15,20 @@ from mint_jax import params as params_lib
 from mint_jax.errors import UserError
 from mint_jax.lora import tree
 from mint_jax.lora.peft import CONFIG, WEIGHTS, read_peft, write_peft
-from mint_jax.lora.tree import LINEAR_TARGETS, AdapterConfig, Projection
+from mint_jax.lora.tree import ALL_LINEAR, LINEAR_TARGETS, AdapterConfig, Projection
 from mint_jax.models import transformer
 from tests import oracles
-from tests.exchange import assert_same_logits, edit_tensors, our_logits, peft_model, random_adapter, tables, tokens_off_ties
+from tests.exchange import (
+    assert_same_logits,
+    edit_tensors,
+    our_logits,
+    peft_gradients,
+    peft_model,
+    random_adapter,
+    tables,
+    tokens_off_group_ties,
+    tokens_off_ties,
+)
 
 torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
 
@@ -45,15 +56,19 @@ def test_peft_loads_what_we_write_and_reading_it_back_is_exact(config, rng, tiny
     jax.tree.map(np.testing.assert_array_equal, back, adapter)
 
 
-def test_gradients_of_two_adapters_in_one_batch_are_pefts_of_each(rng, tiny_base, hf_dirs, tmp_path):
-    base, directory = tiny_base("qwen3_moe"), hf_dirs("qwen3_moe")
-    configs = [AdapterConfig(2, 6.0, LINEAR_TARGETS), AdapterConfig(3, 4.0, LINEAR_TARGETS)]
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_two_adapters_in_one_batch_have_the_logits_and_gradients_that_peft_gives_each(family, rng, tiny_base, hf_dirs, tmp_path):
+    """DeepSeek-V3: latent attention, a dense layer, experts chosen group by group, and shared ones."""
+    base, directory = tiny_base(family), hf_dirs(family)
+    experts = base.cfg.experts
+    off_ties = functools.partial(tokens_off_group_ties, experts=experts) if experts.groups > 1 else tokens_off_ties
+    configs = [AdapterConfig(2, 6.0, (ALL_LINEAR,)), AdapterConfig(3, 4.0, (ALL_LINEAR,))]
     adapters, (names, _) = [random_adapter(rng, base, config) for config in configs], tables(base)
     models, tokens = [], []
     for i, config in enumerate(configs):
         write_peft(tmp_path / str(i), adapters[i], config, names)
         models.append(peft_model(directory, tmp_path / str(i), trainable=True))
-        tokens.append(tokens_off_ties(models[-1], rng))
+        tokens.append(off_ties(models[-1], rng))
     tokens_BT = np.concatenate(tokens)
     weight_BTV = rng.normal(size=(*tokens_BT.shape, 97)).astype(np.float32)
 
@@ -63,47 +78,24 @@ def test_gradients_of_two_adapters_in_one_batch_are_pefts_of_each(rng, tiny_base
         positions = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
         bound = tree.bind(parts)
         h = transformer.hidden_states(base.params, bound, jnp.asarray(tokens_BT), positions, base.cfg)[0]
-        return jnp.sum(transformer.logits(base.params, bound, h) * weight_BTV)
+        logits = transformer.logits(base.params, bound, h)
+        return jnp.sum(logits * weight_BTV), logits
 
-    for i, ours in enumerate(jax.grad(loss)([jax.tree.map(jnp.asarray, a) for a in adapters])):
+    bare = oracles.torch_logits(oracles.torch_model(directory), tokens_BT)
+    grads, logits_BTV = jax.grad(loss, has_aux=True)([jax.tree.map(jnp.asarray, a) for a in adapters])
+    for i, ours in enumerate(grads):
+        mine = slice(2 * i, 2 * i + 2)
         logits = models[i](torch.tensor(tokens[i])).logits
-        (logits * torch.tensor(weight_BTV[2 * i : 2 * i + 2])).sum().backward()
-        theirs = peft_gradients(models[i], names, configs[i].rank)
+        assert_same_logits(logits_BTV[mine], logits.detach().numpy(), bare[mine])
+        (logits * torch.tensor(weight_BTV[mine])).sum().backward()
+        theirs = peft_gradients(models[i], names, configs[i].rank, experts.count, experts.width)
+        paths = [path for path, _ in params_lib.leaves_with_path(ours)]
+        assert {path[:-2] for path in paths} == set(names) - {"embed", "unembed", "moe/moe/router"}
         for path, leaf in params_lib.leaves_with_path(ours):
             expected = theirs[path].reshape(leaf.shape)
             assert np.abs(expected).max() > 1e-2
             # float32 sums over 18 tokens and 3 layers in another order than torch's, relative to the leaf's largest entry
             np.testing.assert_allclose(leaf, expected, rtol=0, atol=2e-5 * np.abs(expected).max(), err_msg=path)
-
-
-def peft_gradients(model, names, rank):
-    """PEFT's gradients by our path, modules in our order; experts are cut out of its fused pairs row by row."""
-
-    def of(module):
-        return module.lora_A["default"].weight.grad.numpy(), module.lora_B["default"].weight.grad.numpy()
-
-    out = {}
-    for path, modules in names.items():
-        pairs = []
-        for name in modules:
-            if ".experts." not in name:
-                module = model.get_submodule(f"base_model.model.{name}")
-                if not hasattr(module, "lora_A"):
-                    break
-                a, b = of(module)
-            else:
-                experts, e, last = name.rsplit(".", 2)
-                e, down = int(e), model.get_submodule(f"base_model.model.{experts}")
-                a, b = of(down if last == "down_proj" else down.base_layer)
-                R = a.shape[0] // E
-                a, b = a[e * R : (e + 1) * R], b[:, e::E]
-                if last != "down_proj":  # gate has the first half of the rank and of the rows, up the second
-                    half = slice(0, rank) if last == "gate_proj" else slice(rank, None)
-                    a, b = a[half], b[:F, half] if last == "gate_proj" else b[F:, half]
-            pairs.append((a, b.T))
-        if pairs:
-            out |= {f"{path}/a": np.stack([a for a, _ in pairs]), f"{path}/b": np.stack([b for _, b in pairs])}
-    return out
 
 
 @pytest.fixture

@@ -1,0 +1,110 @@
+"""Batching rules of the grouped products: ``vmap`` over policies makes more rows of one product, never more products.
+
+JAX's own rule for the loop or the ragged product inside would copy matrices that all policies share, or run once a policy.
+These rules give the rows of all policies one order instead: by group where the matrices are shared, so that each group's
+rows of all policies meet its matrix together; by policy, then group, where every policy has matrices of its own.
+Each rule calls its own function again, so that ``vmap`` of ``vmap`` merges as well. What is batched here has no derivative:
+the ``custom_vjp`` of the products stands outside.
+
+Axes: P policies, M rows of one policy, G groups, W matrices of one policy.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+class Merged:
+    """The rows of P policies, each sorted by group, in one order; rows behind a policy's last group come last.
+
+    Args:
+        sizes_PG: rows of each policy's groups.
+        M: rows of a policy.
+        by_group: the rows of group 0 of all policies come first; otherwise all rows of policy 0.
+    """
+
+    def __init__(self, sizes_PG: jax.Array, M: int, by_group: bool):
+        P, G = sizes_PG.shape
+        stop_PG = jnp.cumsum(sizes_PG, axis=1, dtype=jnp.int32)
+        rest_P1 = M - stop_PG[:, -1:]
+        if by_group:
+            first_PG = _exclusive_sum(sizes_PG.T).T
+        else:
+            first_PG = _exclusive_sum(sizes_PG)
+        first_P1 = _exclusive_sum(rest_P1) + jnp.sum(stop_PG[:, -1])
+        moved_PJ = jnp.concatenate([first_PG - (stop_PG - sizes_PG), first_P1 - stop_PG[:, -1:]], axis=1)  # J: G, and the rest
+        row_M = jnp.arange(M, dtype=jnp.int32)
+        group_PM = jax.vmap(lambda stop_G: jnp.searchsorted(stop_G, row_M, side="right"))(stop_PG)
+        self.place_PM = row_M[None] + jnp.take_along_axis(moved_PJ, group_PM, axis=1)
+        source = jnp.arange(P * M, dtype=jnp.int32)
+        self.source = jnp.zeros_like(source).at[self.place_PM.reshape(-1)].set(source, unique_indices=True)
+
+    def take(self, x: jax.Array, batched: bool) -> jax.Array:
+        """``[P, M, K]``, or ``[M, K]`` that all policies share, in the merged order ``[P * M, K]``."""
+        return x.reshape(-1, x.shape[-1])[self.source] if batched else x[self.source % x.shape[0]]
+
+    def back(self, y: jax.Array) -> jax.Array:
+        """``[P * M, N]`` in the merged order as ``[P, M, N]``."""
+        return y[self.place_PM]
+
+
+def _exclusive_sum(x: jax.Array) -> jax.Array:
+    """Of each entry the sum of those before it, row by row."""
+    flat = x.reshape(-1)
+    return (jnp.cumsum(flat, dtype=jnp.int32) - flat).reshape(x.shape)
+
+
+def each(x: jax.Array, batched: bool, P: int) -> jax.Array:
+    return x if batched else jnp.broadcast_to(x[None], (P, *x.shape))
+
+
+def joined(x: jax.Array, batched: bool, P: int) -> jax.Array:
+    """``[P, W, ...]`` as ``[P * W, ...]``."""
+    x = each(x, batched, P)
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _own_index(index: jax.Array, batched: bool, P: int, W: int) -> jax.Array:
+    """Which of the joined matrices each policy's groups have."""
+    return (each(index, batched, P) + W * jnp.arange(P, dtype=index.dtype)[:, None]).reshape(-1)
+
+
+def batched_product(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """``fn(x [M, K], w [W, K, N], sizes [G], index [G] or None) -> [M, N]``, see ``grouped.grouped_matmul``, with its rule."""
+    call = jax.custom_batching.custom_vmap(fn)
+
+    @call.def_vmap
+    def rule(P: int, batched: Any, x: jax.Array, w: jax.Array, sizes: jax.Array, index: jax.Array | None):
+        of_x, of_w, of_sizes, of_index = batched
+        sizes_PG, shared = each(sizes, of_sizes, P), not of_w and not of_index
+        rows = Merged(sizes_PG, x.shape[-2], shared)
+        x = rows.take(x, of_x)
+        if shared:
+            return rows.back(call(x, w, jnp.sum(sizes_PG, axis=0, dtype=sizes.dtype), index)), True
+        if index is None and sizes_PG.shape[1] < w.shape[1]:
+            index = jnp.arange(sizes_PG.shape[1], dtype=jnp.int32)
+        if of_w:
+            index = None if index is None else _own_index(index, bool(of_index), P, w.shape[1])
+            w = joined(w, True, P)
+        elif index is not None:
+            index = joined(index, True, P)
+        return rows.back(call(x, w, sizes_PG.reshape(-1), index)), True
+
+    return call
+
+
+def batched_outer(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """``fn(left [M, A], right [M, B], sizes [G]) -> [G, A, B]``, the gradient of the matrices, with its rule."""
+    call = jax.custom_batching.custom_vmap(fn)
+
+    @call.def_vmap
+    def rule(P: int, batched: Any, left: jax.Array, right: jax.Array, sizes: jax.Array):
+        of_left, of_right, of_sizes = batched
+        sizes_PG = each(sizes, of_sizes, P)
+        rows = Merged(sizes_PG, left.shape[-2], by_group=False)
+        out = call(rows.take(left, of_left), rows.take(right, of_right), sizes_PG.reshape(-1))
+        return out.reshape(*sizes_PG.shape, *out.shape[1:]), True
+
+    return call
