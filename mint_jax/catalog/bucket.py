@@ -75,7 +75,7 @@ class Bucket:
         """A request's result.
 
         Raises:
-            UserError: it failed, or took longer than the timeout.
+            UserError: it failed, or took longer than the timeout; then it may still arrive.
         """
         try:
             return future.result(timeout=self._timeout)

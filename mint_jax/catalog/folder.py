@@ -103,7 +103,7 @@ class Folder:
         """Turns an ``OSError`` into a ``UserError`` of one line."""
         try:
             yield
-        except (FileNotFoundError, NotADirectoryError):
+        except (FileNotFoundError, NotADirectoryError, FileExistsError):
             self._made.clear()
             raise StorageFailed(f"cannot {doing} payloads in {self.url}: a folder on the way is missing or no folder") from None
         except OSError as error:
