@@ -132,9 +132,7 @@ class Bucket:
             remedy = "check that the storage is up and AWS_ENDPOINT_URL right, or raise the timeout"
         elif "NoSuchBucket" in text or "bucket does not exist" in text:
             remedy = "create the bucket, or correct the URL"
-        elif any(
-            sign in text for sign in ("PERMISSION_DENIED", "UNAUTHENTICATED", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNot")
-        ):
+        elif any(sign in text for sign in _REFUSALS):
             remedy = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (gs: GOOGLE_APPLICATION_CREDENTIALS) to credentials with rights on it"
         elif "CURL" in text:
             remedy = "check the network and AWS_ENDPOINT_URL"
@@ -179,11 +177,10 @@ class _BucketWriter:
         return name
 
     def abort(self) -> None:
-        for future in self._under_way:
-            with contextlib.suppress(UserError):  # it has failed before; a later sweep will find what cannot be removed
-                self._bucket.wait(future, "write to")
-        for i in range(self._parts):
-            with contextlib.suppress(UserError):
+        with contextlib.suppress(UserError):  # ends at the first failure, a bucket that is down is not waited for; a sweep finds the rest
+            while self._under_way:
+                self._bucket.wait(self._under_way.pop(0), "write to")
+            for i in range(self._parts):
                 self._bucket.delete(pack_format.part_key(self._stem, i))
 
 
