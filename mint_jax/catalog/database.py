@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
+from sqlalchemy import event, exc
 from sqlalchemy.dialects import postgresql, sqlite
 
 from mint_jax.catalog import tables
@@ -65,7 +66,7 @@ class Database:
         self.timeout_s = timeout_s
         try:
             self.url = sa.make_url(url)
-        except sa.exc.ArgumentError:
+        except exc.ArgumentError:
             raise UserError(f"{str(url)[:200]!r} is not a database URL: give a folder, sqlite:///path or postgresql://host/name") from None
         if self.url.drivername in ("postgresql", "postgres"):
             self.url = self.url.set(drivername="postgresql+psycopg")
@@ -94,8 +95,8 @@ class Database:
                 raise UserError(f"database {self.name} lives in memory: a catalog must outlive its process; give a path")
             args = {"timeout": self.timeout_s, "check_same_thread": False}
             engine = sa.create_engine(self.url, connect_args=args, pool_size=8, max_overflow=32)
-            sa.event.listen(engine, "connect", _prepare_sqlite)
-            sa.event.listen(engine, "begin", _begin_sqlite)
+            event.listen(engine, "connect", _prepare_sqlite)
+            event.listen(engine, "begin", _begin_sqlite)
             return engine
         try:
             args = {"connect_timeout": max(2, int(self.timeout_s))}
@@ -109,7 +110,7 @@ class Database:
             try:
                 with self._reader.connect() as connection:
                     return body(connection)
-            except sa.exc.DBAPIError as error:
+            except exc.DBAPIError as error:
                 if not (_lost(error) and attempt + 1 < ATTEMPTS and not self.sqlite):
                     raise self._explain(error) from error
                 self._pause(attempt)
@@ -130,7 +131,7 @@ class Database:
                     if not self.sqlite:
                         transaction = connection.scalar(sa.text("SELECT CAST(pg_current_xact_id_if_assigned() AS text)"))
                 return result
-            except sa.exc.DBAPIError as error:
+            except exc.DBAPIError as error:
                 if _state(error) in _AGAIN:
                     retry = True
                 elif _lost(error) and not self.sqlite:
@@ -156,7 +157,7 @@ class Database:
                     status = connection.scalar(sa.text("SELECT pg_xact_status(CAST(:id AS xid8))"), {"id": transaction})
                 if status != "in progress":
                     return status == "committed"
-            except sa.exc.DBAPIError:
+            except exc.DBAPIError:
                 status = "unreachable"
             if time.monotonic() > deadline:
                 raise UserError(
@@ -168,17 +169,17 @@ class Database:
     def _pause(self, attempt: int) -> None:
         time.sleep(min(self.timeout_s / ATTEMPTS, 0.02 * 2**attempt) * random.uniform(0.5, 1.5))
 
-    def _explain(self, error: sa.exc.DBAPIError) -> Exception:
+    def _explain(self, error: exc.DBAPIError) -> Exception:
         """A ``UserError`` for what the surroundings did; anything else is a defect of ours and stays as it is."""
         reason = str(error.orig).strip().splitlines()[0] if error.orig and str(error.orig).strip() else type(error).__name__
-        if isinstance(error, sa.exc.IntegrityError | sa.exc.ProgrammingError):
+        if isinstance(error, exc.IntegrityError | exc.ProgrammingError):
             return error
         if self.sqlite:
             for sign, remedy in _SQLITE_REMEDIES.items():
                 if sign in reason.lower():
                     return UserError(f"database {self.name}: {reason}: {remedy}")
             return error
-        if isinstance(error, sa.exc.OperationalError | sa.exc.InterfaceError) or error.connection_invalidated:
+        if isinstance(error, exc.OperationalError | exc.InterfaceError) or error.connection_invalidated:
             return UserError(f"database {self.name}: {reason}: check that the server runs, the address, and the user's rights")
         return error
 
@@ -193,7 +194,7 @@ class Database:
                 if not self.sqlite:
                     connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK_KEY)))
                 migrate(connection, self.name)
-        except sa.exc.DBAPIError as error:
+        except exc.DBAPIError as error:
             raise self._explain(error) from error
 
     def close(self) -> None:
@@ -242,11 +243,11 @@ def _begin_sqlite(connection: sa.Connection) -> None:
         connection.exec_driver_sql("BEGIN IMMEDIATE")
 
 
-def _lost(error: sa.exc.DBAPIError) -> bool:
+def _lost(error: exc.DBAPIError) -> bool:
     return error.connection_invalidated or _state(error) in {"57P01", "57P02", "57P03", "08000", "08001", "08003", "08006"}
 
 
-def _state(error: sa.exc.DBAPIError) -> str | None:
+def _state(error: exc.DBAPIError) -> str | None:
     return getattr(error.orig, "sqlstate", None)
 
 

@@ -17,6 +17,7 @@ from mint_jax.catalog import audit, policies, sessions
 from mint_jax.catalog.audit import Author
 from mint_jax.catalog.database import Database, chunks, dialect_insert, insert_new
 from mint_jax.catalog.names import LATEST, note
+from mint_jax.catalog.pack_format import Name
 from mint_jax.catalog.packed import Buffer, Schema, digest_of, unpack
 from mint_jax.catalog.payloads import Place
 from mint_jax.catalog.records import Revision, Session, full_name
@@ -124,7 +125,9 @@ def add_payloads(connection: sa.Connection, author: Author, needed: dict[bytes, 
     """
     new = {digest: places[digest] for digest in sorted(needed) if digest in places}
     if new:
-        ids = _pack_ids(connection, author, new)
+        ids = enter_packs(connection, author, list(new.values()))
+        if dead := {digest for digest, place in new.items() if place.pack not in ids}:
+            raise Vanished(dead)
         rows = [
             {
                 "digest": digest,
@@ -141,17 +144,15 @@ def add_payloads(connection: sa.Connection, author: Author, needed: dict[bytes, 
         raise Vanished(missing)
 
 
-def _pack_ids(connection: sa.Connection, author: Author, new: dict[bytes, Place]) -> dict[str, int]:
+def enter_packs(connection: sa.Connection, author: Author, places: Sequence[Place]) -> dict[str, int]:
+    """Rows of new packs; their ids by name, without packs that were swept as abandoned meanwhile."""
     sizes: dict[str, int] = {}
-    for place in new.values():
-        sizes[place.pack] = max(sizes.get(place.pack, 0), place.offset + place.length)
+    for place in places:
+        sizes[place.pack] = Name.parse(place.pack).size
     rows = [{"name": name, "bytes": sizes[name], "state": "live", "changed_at": author.now} for name in sorted(sizes)]
     insert_new(connection, packs, rows)
-    found = list(connection.execute(sa.select(packs).where(packs.c.name.in_(list(sizes))).with_for_update(read=True)))
-    dead = {pack.name for pack in found if pack.state != "live"}
-    if dead:
-        raise Vanished(digest for digest, place in new.items() if place.pack in dead)
-    return {pack.name: pack.id for pack in found}
+    query = sa.select(packs).where(packs.c.name.in_(list(sizes))).with_for_update(read=True)
+    return {pack.name: pack.id for pack in connection.execute(query) if pack.state == "live"}
 
 
 def commit(

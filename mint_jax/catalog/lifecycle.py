@@ -15,18 +15,48 @@ import getpass
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from mint_jax.catalog import aliases, audit, exports, lookup, names, policies, sessions
+from mint_jax.catalog import (
+    aliases,
+    audit,
+    branches,
+    compaction,
+    evaluations,
+    exports,
+    leases,
+    lookup,
+    names,
+    operations,
+    policies,
+    sessions,
+    stats,
+    sweep,
+    training,
+    verify,
+)
 from mint_jax.catalog.audit import Author
 from mint_jax.catalog.database import Database
 from mint_jax.catalog.exports import Export
 from mint_jax.catalog.packed import Buffer, Schema, digest_of
-from mint_jax.catalog.payloads import PayloadStore
-from mint_jax.catalog.records import Alias, AuditEntry, PolicyRecord, Resolved, Revision, Session
+from mint_jax.catalog.payloads import PackMissing, PayloadStore, Place
+from mint_jax.catalog.records import (
+    Alias,
+    AuditEntry,
+    Evaluation,
+    Lease,
+    Operation,
+    PolicyRecord,
+    Resolved,
+    Revision,
+    RolloutRecord,
+    Session,
+    TrainingCheckpoint,
+)
 from mint_jax.errors import UserError
 
 
@@ -241,17 +271,20 @@ class Catalog:
             UserError: unknown name, or bytes that are not what the digest says.
         """
         found = self.resolve(name, tenant)
+        return self._read(found.digest, lambda: self.resolve(found.digest, tenant).place, found.place)
+
+    def _read(self, digest: str, where: Callable[[], Place], place: Place | None = None) -> np.ndarray:
+        place = where() if place is None else place
         try:
-            data = self.store.read(found.place)
-        except UserError:  # compaction may have moved it since
-            moved = self.resolve(found.digest, tenant)
-            if moved.place == found.place:
+            data = self.store.read(place)
+        except PackMissing:  # compaction may have moved it since
+            moved = where()
+            if moved == place:
                 raise
-            data = self.store.read(moved.place)
-        if digest_of(data) != found.digest:
+            data = self.store.read(moved)
+        if digest_of(data) != digest:
             raise UserError(
-                f"revision {found.policy}@{found.number} is corrupt: its bytes do not have digest {found.digest[:12]}; "
-                "export it again, or roll back"
+                f"payload {digest[:12]} is corrupt: its bytes in pack {place.pack} have another digest; export it again, or roll back"
             )
         return data
 
@@ -302,6 +335,243 @@ class Catalog:
             return audit.entries(connection, owner, None, after, limit)
 
         return self.database.read(body)
+
+    # Branching, retiring, keeping
+
+    def branch(self, name: str, revision: str, *, keep_last: int | None = None, by: str | None = None, why: str = "") -> PolicyRecord:
+        """Makes policy ``name``, which begins with the bytes of a revision of another policy, ``policy@…`` or a digest."""
+        key, author = names.parse_policy(name), self._author(by, why)
+        found = self.resolve(revision)
+        source = names.parse_policy(found.policy)
+
+        def body(connection):
+            row = policies.lock(connection, *source, active=True)
+            branches.branch(connection, author, row, policies.revision(connection, row, found.number, live=True), *key, keep_last)
+            return policies.record(connection, *key)
+
+        return self.database.write(body)
+
+    def retire(self, policy: str, revision: int | str | None = None, *, by: str | None = None, why: str = "") -> None:
+        """Takes a policy, or one of its revisions, out of use: it no longer resolves, and ``gc`` may remove the revision."""
+        self._set_state(policy, revision, "retired", self._author(by, why))
+
+    def restore(self, policy: str, revision: int | str | None = None, *, by: str | None = None, why: str = "") -> None:
+        """Undoes ``retire``, for a revision as long as ``gc`` has not removed it."""
+        self._set_state(policy, revision, "active" if revision is None else "live", self._author(by, why))
+
+    def _set_state(self, policy: str, revision: int | str | None, state: str, author: Author) -> None:
+        key = names.parse_policy(policy)
+
+        def body(connection):
+            row = policies.lock(connection, *key)
+            if revision is None:
+                policies.set_state(connection, author, row, state)
+            else:
+                policies.set_revision_state(connection, author, row, policies.revision(connection, row, revision), state)
+
+        self.database.write(body)
+
+    def pin(self, policy: str, revision: int | str, *, by: str | None = None, why: str = "") -> None:
+        """Keeps a revision whatever retention says."""
+        self._set_pinned(policy, revision, True, self._author(by, why))
+
+    def unpin(self, policy: str, revision: int | str, *, by: str | None = None, why: str = "") -> None:
+        """Undoes ``pin``."""
+        self._set_pinned(policy, revision, False, self._author(by, why))
+
+    def _set_pinned(self, policy: str, revision: int | str, pinned: bool, author: Author) -> None:
+        key = names.parse_policy(policy)
+
+        def body(connection):
+            row = policies.lock(connection, *key)
+            policies.set_pinned(connection, author, row, policies.revision(connection, row, revision), pinned)
+
+        self.database.write(body)
+
+    def keep_last(self, policy: str, keep_last: int | None, *, by: str | None = None, why: str = "") -> None:
+        """Changes how many of the newest revisions ``gc`` keeps."""
+        key, author = names.parse_policy(policy), self._author(by, why)
+        self.database.write(lambda c: policies.set_keep_last(c, author, policies.lock(c, *key), keep_last))
+
+    def lease(self, name: str, owner: str, seconds: float = 60.0, tenant: str | None = None) -> Lease:
+        """Keeps the bytes a name stands for now from being removed, until released or expired."""
+        named, author = names.parse_revision(name, tenant), self._author(None, "")
+        return self.database.write(lambda c: leases.add(c, author, lookup.resolve(c, named, name).digest, owner, seconds))
+
+    def renew_lease(self, lease: Lease, seconds: float = 60.0) -> Lease:
+        """Postpones a lease's expiry."""
+        author = self._author(None, "")
+        return self.database.write(lambda c: leases.renew(c, author, lease, seconds))
+
+    def release(self, lease: Lease) -> None:
+        """Ends a lease."""
+        self.database.write(lambda c: leases.release(c, lease))
+
+    # Training
+
+    def checkpoint(
+        self, policy: str, step: int, place: str, *, session: Session | None = None, by: str | None = None, why: str = ""
+    ) -> TrainingCheckpoint:
+        """Notes that a training checkpoint is committed at ``place``."""
+        key, author = names.parse_policy(policy), self._author(by, why)
+        return self.database.write(lambda c: training.add_checkpoint(c, author, policies.lock(c, *key, active=True), step, place, session))
+
+    def checkpoints(self, policy: str, limit: int = 100) -> list[TrainingCheckpoint]:
+        """A policy's checkpoints, the newest first."""
+        key = names.parse_policy(policy)
+        return self.database.read(lambda c: training.checkpoint_page(c, policies.find(c, *key), limit))
+
+    def rollout(
+        self,
+        policy: str,
+        step: int,
+        data: Buffer,
+        *,
+        tokens: int,
+        mean_reward: float,
+        session: Session | None = None,
+        by: str | None = None,
+        why: str = "",
+    ) -> RolloutRecord:
+        """Stores a rollout object, which tells tokens, logprobs, rewards and the revision of each token."""
+        key, author = names.parse_policy(policy), self._author(by, why)
+        digest = bytes.fromhex(digest_of(data))
+
+        def body(connection, places):
+            row = policies.lock(connection, *key, active=True)
+            exports.add_payloads(connection, author, {digest: None}, places)
+            return training.add_rollout(connection, author, row, step, digest, tokens, mean_reward, session)
+
+        return exports.store_and_commit(self.database, self.store, {digest: data}, body)
+
+    def rollouts(self, policy: str, limit: int = 100) -> list[RolloutRecord]:
+        """A policy's rollout records, the newest first; ``read_rollout`` gives the bytes."""
+        key = names.parse_policy(policy)
+        return self.database.read(lambda c: training.rollout_page(c, policies.find(c, *key), limit))
+
+    def read_rollout(self, record: RolloutRecord) -> np.ndarray:
+        """The rollout object, ``uint8``, read-only, its digest verified."""
+        return self._read(record.digest, lambda: self.database.read(lambda c: lookup.place_of(c, record.digest)))
+
+    def drop_rollouts(self, policy: str, before_step: int, *, by: str | None = None, why: str = "") -> int:
+        """Forgets rollouts of earlier steps; ``gc`` then frees their bytes."""
+        key, author = names.parse_policy(policy), self._author(by, why)
+        return self.database.write(lambda c: training.drop_rollouts(c, author, policies.lock(c, *key), before_step))
+
+    # Evaluations
+
+    def record_evaluation(
+        self,
+        revision: str,
+        *,
+        renderer: str,
+        scorer: str,
+        dataset: str,
+        seed: int,
+        metrics: dict[str, Any],
+        isolated: float,
+        shared: float,
+        tolerance: float = 0.0,
+        by: str | None = None,
+        why: str = "",
+    ) -> Evaluation:
+        """Notes a score of a revision.
+
+        Args:
+            dataset: digest of the data.
+            isolated, shared: the score with the revision loaded alone, and in a batch with others.
+            tolerance: by how much the two may differ.
+
+        Raises:
+            UserError: they differ by more.
+        """
+        found, author = self.resolve(revision), self._author(by, why)
+        key = names.parse_policy(found.policy)
+        values = {
+            "renderer": renderer,
+            "scorer": scorer,
+            "dataset": dataset,
+            "seed": seed,
+            "metrics": metrics,
+            "isolated": isolated,
+            "shared": shared,
+        }
+
+        def body(connection):
+            row = policies.lock(connection, *key)
+            return evaluations.add(connection, author, row, policies.revision(connection, row, found.number), values, tolerance)
+
+        return self.database.write(body)
+
+    def evaluations(self, name: str, limit: int = 1000) -> list[Evaluation]:
+        """Scores of a policy (``policy``) or of the bytes of one revision (``policy@…``, digest)."""
+        if "@" in name or names.is_digest(name):
+            digest = self.resolve(name).digest
+            return self.database.read(lambda c: evaluations.of_revision(c, digest, limit))
+        key = names.parse_policy(name)
+        return self.database.read(lambda c: evaluations.of_policy(c, policies.find(c, *key), limit))
+
+    # Operations
+
+    def begin_operation(self, kind: str, key: str, request: Any = None, tenant: str = names.DEFAULT_TENANT) -> tuple[Operation, bool]:
+        """The operation of a key, and whether this call began it; a retry finds the first one, with its result if it has one.
+
+        Raises:
+            UserError: the key was used for another request.
+        """
+        author = self._author(None, "")
+        return self.database.write(lambda c: operations.begin(c, author, tenant, kind, key, request))
+
+    def finish_operation(self, id: str, result: Any = None, error: str | None = None) -> Operation:
+        """Writes how an operation ended. Saying the same again is fine, something else is refused."""
+        author = self._author(None, "")
+        return self.database.write(lambda c: operations.finish(c, author, id, result, error))
+
+    def operation(self, id: str) -> Operation:
+        """An operation by its id."""
+        return self.database.read(lambda c: operations.get(c, id))
+
+    # Upkeep
+
+    def verify(self, name: str | None = None) -> Iterator[verify.Finding]:
+        """What is damaged: in one revision, or anywhere. Nothing is changed."""
+        if name is None:
+            return verify.verify_all(self.database, self.store)
+        return verify.verify_one(self.database, self.store, self.resolve(name))
+
+    def gc(
+        self,
+        *,
+        dry_run: bool = False,
+        compact: bool = True,
+        grace_s: float = 3600.0,
+        operations_s: float = 30 * 86400.0,
+        by: str | None = None,
+        why: str = "",
+    ) -> sweep.Report:
+        """Removes what retention gives up and nothing names, and says what it was.
+
+        Args:
+            dry_run: only say.
+            compact: join small and mostly dead packs too.
+            grace_s: how long a pack's file stays after its last payload went, and how long a writer may take to commit.
+            operations_s: how long ended operations are kept.
+        """
+        author = self._author(by, why)
+        report = sweep.collect(self.database, self.store, author, grace_s, operations_s, dry_run)
+        if compact:
+            compaction.compact(self.database, self.store, author, report)
+        return report
+
+    def compact(self, *, dry_run: bool = False, by: str | None = None, why: str = "") -> sweep.Report:
+        """Joins small and mostly dead packs; ``gc`` removes the old files after its grace period."""
+        report = sweep.Report(dry_run)
+        compaction.compact(self.database, self.store, self._author(by, why), report)
+        return report
+
+    def stats(self) -> dict[str, int]:
+        """Counts and bytes of what the catalog holds."""
+        return self.database.read(stats.count)
 
 
 def _user() -> str:

@@ -116,3 +116,16 @@ def _unknown(connection: sa.Connection, named: RevisionName) -> UserError:
             return UserError(f"revision {full}@{named.number} was removed by retention: list the policy's revisions")
         return UserError(f"policy {full!r} has no revision {named.number}: its newest is {policy.last_number}")
     return UserError(f"policy {full!r} has no alias {named.alias!r}: list its aliases, or promote a revision to it")
+
+
+def place_of(connection: sa.Connection, digest: str) -> Place:
+    """Where any payload lies, of a revision or not.
+
+    Raises:
+        UserError: the catalog does not hold it.
+    """
+    query = sa.select(packs.c.name, payloads.c.offset, payloads.c.length).join_from(payloads, packs)
+    found = connection.execute(query.where(payloads.c.digest == bytes.fromhex(digest))).first()
+    if found is None:
+        raise UserError(f"payload {digest[:12]} is not in the catalog, or was removed")
+    return Place(*found)

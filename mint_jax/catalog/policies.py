@@ -3,6 +3,7 @@
 from typing import Any
 
 import sqlalchemy as sa
+from sqlalchemy import exc
 
 from mint_jax.catalog import audit, names
 from mint_jax.catalog.audit import Author
@@ -59,7 +60,7 @@ def create(connection: sa.Connection, author: Author, tenant: str, name: str, sc
     try:
         with connection.begin_nested():
             connection.execute(policies.insert(), new_row(author, tenant, name, schema, schema_id, keep_last))
-    except sa.exc.IntegrityError:  # made by another process in this moment
+    except exc.IntegrityError:  # made by another process in this moment
         raise UserError(f"policy {full_name(tenant, name)!r} exists already: choose another name") from None
     made = lock(connection, tenant, name)
     audit.append(connection, audit.row(author, "create", made, {"schema": schema.to_json(), "keep_last": keep_last}))
