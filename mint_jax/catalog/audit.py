@@ -10,6 +10,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from mint_jax.catalog.database import WRITE
 from mint_jax.catalog.names import note
 from mint_jax.catalog.records import AuditEntry, full_name
 from mint_jax.catalog.tables import audit, policies
@@ -49,7 +50,8 @@ def row(author: Author, action: str, policy: Any = None, details: dict[str, Any]
 def append(connection: sa.Connection, *rows: dict[str, Any]) -> None:
     """Adds entries made by ``row``."""
     if rows:
-        connection.execute(audit.insert(), list(rows))
+        write = connection.get_execution_options()[WRITE]
+        connection.execute(audit.insert(), [{**values, "write": write} for values in rows])
 
 
 def entries(

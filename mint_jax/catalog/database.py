@@ -5,7 +5,8 @@ Work is handed over as a function of a connection, because the database may run 
 - ``read(body)`` runs it outside a transaction, each statement for itself. A dropped connection is tried again.
 - ``write(body)`` runs it in one transaction that is durable when ``write`` returns. It is run again after a serialisation
   failure, a deadlock, or a connection lost before the commit was sent: nothing was committed then. Where the connection
-  breaks during the commit, PostgreSQL is asked afterwards whether that transaction was committed.
+  breaks during the commit, the audit log is asked afterwards whether it was made. A write that leaves no entry there must
+  therefore do no harm when it is done twice.
 
 SQLite: write-ahead log, so that readers never wait; ``synchronous=FULL``, so that a commit is on the disk; writers take the
 lock at their first statement and queue for it, inside the process on a mutex and between processes on SQLite's own wait.
@@ -16,6 +17,7 @@ import os
 import random
 import threading
 import time
+import uuid
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -31,6 +33,7 @@ from mint_jax.errors import UserError
 T = TypeVar("T")
 MIGRATIONS = Path(__file__).parent / "migrations"
 ATTEMPTS = 8
+WRITE = "catalog_write"  # execution option that names the transaction, for the audit log
 _LOCK_KEY = 0x6D696E74  # of PostgreSQL's advisory lock around an upgrade
 _AGAIN = {"40001", "40P01", "55P03"}  # SQLSTATE of serialisation failure, deadlock, lock not available: rolled back for certain
 _SQLITE_REMEDIES = {
@@ -122,25 +125,21 @@ class Database:
         Raises:
             UserError: the database cannot be written; nothing was changed, or the message says that this is unknown.
         """
+        write = uuid.uuid4().bytes
         for attempt in range(ATTEMPTS):
             transaction: str | None = None  # set while the commit is under way
             result: T
             try:
                 with self._queue(), self._writer.begin() as connection:
-                    result = body(connection)
+                    result = body(connection.execution_options(**{WRITE: write}))
                     if not self.sqlite:
                         transaction = connection.scalar(sa.text("SELECT CAST(pg_current_xact_id_if_assigned() AS text)"))
                 return result
             except exc.DBAPIError as error:
-                if _state(error) in _AGAIN:
-                    retry = True
-                elif _lost(error) and not self.sqlite:
-                    if transaction is not None and self._was_committed(transaction):
-                        return result  # type: ignore[possibly-undefined]
-                    retry = True
-                else:
-                    retry = False
-                if not retry or attempt + 1 == ATTEMPTS:
+                lost = _lost(error) and not self.sqlite
+                if lost and transaction is not None and self._was_committed(transaction, write):
+                    return result  # type: ignore[possibly-undefined]
+                if not (lost or _state(error) in _AGAIN) or attempt + 1 == ATTEMPTS:
                     raise self._explain(error) from error
                 self._pause(attempt)
         raise AssertionError("unreachable")
@@ -148,23 +147,36 @@ class Database:
     def _queue(self) -> contextlib.AbstractContextManager:
         return self._writers if self.sqlite else contextlib.nullcontext()
 
-    def _was_committed(self, transaction: str) -> bool:
-        """Asks PostgreSQL what became of a transaction whose commit lost its connection."""
+    def _was_committed(self, transaction: str, write: bytes) -> bool:
+        """Whether a write whose commit lost its connection is in the audit log, once its transaction has ended.
+
+        The transaction's own status does not tell: a crash can forget its number, and the next transaction may get it.
+        """
         deadline = time.monotonic() + self.timeout_s
-        while True:
+        status = "unreachable"
+        while time.monotonic() < deadline:
             try:
-                with self._reader.connect() as connection:
-                    status = connection.scalar(sa.text("SELECT pg_xact_status(CAST(:id AS xid8))"), {"id": transaction})
+                status = self._status(transaction)
                 if status != "in progress":
-                    return status == "committed"
-            except exc.DBAPIError:
+                    query = sa.select(tables.audit.c.id).where(tables.audit.c.write == write).limit(1)
+                    with self._reader.connect() as connection:
+                        return connection.execute(query).first() is not None
+            except exc.OperationalError:
                 status = "unreachable"
-            if time.monotonic() > deadline:
-                raise UserError(
-                    f"database {self.name} was lost during a commit and is {status} since {self.timeout_s:.0f} s: whether the change "
-                    "was made is unknown; look before repeating it"
-                )
             time.sleep(0.1)
+        raise UserError(
+            f"database {self.name} was lost during a commit and is {status} since {self.timeout_s:.0f} s: whether the change "
+            "was made is unknown; look before repeating it"
+        )
+
+    def _status(self, transaction: str) -> str | None:
+        try:
+            with self._reader.connect() as connection:
+                return connection.scalar(sa.text("SELECT pg_xact_status(CAST(:id AS xid8))"), {"id": transaction})
+        except exc.DBAPIError as error:
+            if _state(error) == "22023":  # "in the future": a crash forgot it
+                return None
+            raise
 
     def _pause(self, attempt: int) -> None:
         time.sleep(min(self.timeout_s / ATTEMPTS, 0.02 * 2**attempt) * random.uniform(0.5, 1.5))

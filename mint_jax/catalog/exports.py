@@ -206,7 +206,9 @@ def _locked_policies(
     connection: sa.Connection, author: Author, exports: Sequence[Prepared], ids: dict[str, int], create: bool
 ) -> dict[tuple[str, str], Any]:
     """The policies of the exports, locked in one order, with the present move of ``latest``; missing ones are made if asked."""
-    wanted = {(export.tenant, export.name): export for export in reversed(exports)}
+    wanted: dict[tuple[str, str], Prepared] = {}
+    for export in exports:
+        wanted.setdefault((export.tenant, export.name), export)
     owners = _select_policies(connection, wanted)
     missing = [key for key in wanted if key not in owners]
     if missing and not create:

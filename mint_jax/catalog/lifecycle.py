@@ -15,6 +15,7 @@ import getpass
 import os
 import socket
 import time
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -519,8 +520,8 @@ class Catalog:
         Raises:
             UserError: the key was used for another request.
         """
-        author = self._author(None, "")
-        return self.database.write(lambda c: operations.begin(c, author, tenant, kind, key, request))
+        author, fresh_id = self._author(None, ""), uuid.uuid4().hex
+        return self.database.write(lambda c: operations.begin(c, author, tenant, kind, key, request, fresh_id))
 
     def finish_operation(self, id: str, result: Any = None, error: str | None = None) -> Operation:
         """Writes how an operation ended. Saying the same again is fine, something else is refused."""

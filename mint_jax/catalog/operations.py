@@ -4,7 +4,6 @@ This table is its own log: it tells who asked for what and when, and how it ende
 """
 
 import json
-import uuid
 from typing import Any
 
 import sqlalchemy as sa
@@ -17,8 +16,10 @@ from mint_jax.catalog.tables import operations
 from mint_jax.errors import UserError
 
 
-def begin(connection: sa.Connection, author: Author, tenant: str, kind: str, key: str, request: Any) -> tuple[Operation, bool]:
-    """The operation of that key, and whether it is new.
+def begin(
+    connection: sa.Connection, author: Author, tenant: str, kind: str, key: str, request: Any, fresh_id: str
+) -> tuple[Operation, bool]:
+    """The operation of that key, and whether it is new; it then has id ``fresh_id``.
 
     Raises:
         UserError: the key was used for another request.
@@ -26,7 +27,7 @@ def begin(connection: sa.Connection, author: Author, tenant: str, kind: str, key
     text = _json("request", request)
     key = note("operation key", key, 400)
     row = {
-        "id": uuid.uuid4().hex,
+        "id": fresh_id,
         "tenant": clean("tenant", tenant),
         "kind": note("operation kind", kind, 400),
         "key": key,

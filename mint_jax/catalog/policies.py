@@ -192,7 +192,9 @@ def revision(connection: sa.Connection, policy: sa.Row, which: int | str, live: 
         query = query.where(aliases.c.policy_id == policy.id, aliases.c.name == named.alias)
     found = list(connection.execute(query))
     if not found:
-        raise UserError(f"policy {mine!r} has no revision {str(which)[:80]!r}: list its revisions and aliases")
+        raise UserError(
+            f"policy {mine!r} has no revision {which if isinstance(which, int) else which[:80]}: list its revisions and aliases"
+        )
     if len({row.digest for row in found}) > 1:
         raise UserError(f"{which!r} begins {len(found)} digests of policy {mine!r}: give more digits")
     if live and found[0].state != "live":

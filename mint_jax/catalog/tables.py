@@ -121,6 +121,7 @@ audit = sa.Table(
     sa.Column("version", sa.Integer),  # of the alias after the move
     sa.Column("under", sa.Integer),  # the version a rollback from here returns to, 0 for none
     sa.Column("details", sa.Text, nullable=False),
+    sa.Column("write", sa.LargeBinary(16), nullable=False),  # of the transaction: who lost the answer to a commit finds it by this
     # Two moves cannot both be an alias's n-th: its history is a line, by the database's own word.
     sa.UniqueConstraint("policy_id", "alias", "version"),
     sa.Index("audit_policy", "policy_id", "id"),

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 
+from mint_jax.catalog import tables
 from mint_jax.catalog.database import Database
 from mint_jax.catalog.lifecycle import Catalog
 from tests.catalog.postgres import Server
@@ -39,10 +40,11 @@ class Place:
 
 @pytest.fixture(scope="session")
 def postgres_server():
-    """The server, with a database ``made`` that holds an empty catalog."""
+    """The server. Its ``catalog_url`` is a database with a catalog, which ``place`` empties for every test."""
     try:
         server = Server()
-        Database(server.new_database()).close()  # test_1
+        server.catalog_url = server.new_database()
+        Database(server.catalog_url).close()
     except Exception as error:
         red = "\033[1;31m{}\033[0m" if sys.stderr.isatty() else "{}"
         print(red.format(f"\nNO POSTGRESQL: half of the catalog's tests cannot run. {error}"), file=sys.stderr)
@@ -62,7 +64,8 @@ def make_place(request, database: str, folder) -> Place:
     if database == "sqlite":
         url = f"sqlite:///{folder / 'catalog.db'}"
     else:
-        url = request.getfixturevalue("postgres_server").new_database(template="test_1")
+        url = request.getfixturevalue("postgres_server").catalog_url
+        empty(url)
     payloads = str(folder / "payloads")
     opened: list[Catalog] = []
 
@@ -72,6 +75,14 @@ def make_place(request, database: str, folder) -> Place:
 
     request.addfinalizer(lambda: [catalog.close() for catalog in opened])
     return Place(url, payloads, open_it)
+
+
+def empty(url: str) -> None:
+    """Removes all rows of a catalog on PostgreSQL: much faster than a new database."""
+    engine = sa.create_engine(url, poolclass=sa.NullPool)
+    with engine.begin() as connection:
+        connection.execute(sa.text("SET lock_timeout = '20s'"))  # what an earlier test left open is an error here
+        connection.execute(sa.text(f"TRUNCATE {', '.join(tables.metadata.tables)} RESTART IDENTITY CASCADE"))
 
 
 @pytest.fixture

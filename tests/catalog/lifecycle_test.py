@@ -69,7 +69,7 @@ def test_export_many_is_one_pack_and_one_call(catalog):
 def test_export_many_is_all_or_nothing(catalog):
     catalog.create_policy("a", SCHEMA)
     catalog.create_policy("b", OTHER)
-    with pytest.raises(UserError, match="policy 'b' has base 'cdcd.*the exported adapter has 'abab"):
+    with pytest.raises(UserError, match=r"policy 'b' has base 'cdcd.*the exported adapter has 'abab"):
         catalog.export_many([Export("a", packed(1), 1), Export("b", packed(2), 1)])
     with pytest.raises(UserError, match="policy 'new' is not in the catalog: create it first, or export with create=True"):
         catalog.export_many([Export("a", packed(1), 1), Export("new", packed(2), 1)])
@@ -354,7 +354,7 @@ def test_evaluations_name_what_produced_them(catalog, clock):
     close = catalog.record_evaluation(sha(packed(1)), **score, isolated=0.5, shared=0.51, tolerance=0.02)
     assert catalog.evaluations("p@latest") == catalog.evaluations("p") == [made, close]
     for isolated, shared in ((0.5, 0.51), (0.5, float("nan")), (float("inf"), float("inf"))):
-        with pytest.raises(UserError, match="loaded alone and .* in a shared batch"):
+        with pytest.raises(UserError, match=r"loaded alone and .* in a shared batch"):
             catalog.record_evaluation("p", **score, isolated=isolated, shared=shared)
     with pytest.raises(UserError, match="metrics of p@1 are not JSON"):
         catalog.record_evaluation("p", **{**score, "metrics": {"loss": float("nan")}}, isolated=1, shared=1)
@@ -424,7 +424,7 @@ def test_the_log_tells_every_change_and_its_author(catalog):
     for text in ("a\0b", "x" * 5000, "\ud800"):
         with pytest.raises(UserError, match="must be text"):
             catalog.keep_last("p", 5, why=text)
-    with pytest.raises(UserError, match="by .* must be text"):
+    with pytest.raises(UserError, match=r"by .* must be text"):
         catalog.keep_last("p", 5, by="\0")
     assert catalog.policy("p").keep_last == 4
 

@@ -101,6 +101,7 @@ def upgrade() -> None:
         sa.Column("version", sa.Integer),
         sa.Column("under", sa.Integer),
         sa.Column("details", sa.Text, nullable=False),
+        sa.Column("write", sa.LargeBinary(16), nullable=False),
         sa.UniqueConstraint("policy_id", "alias", "version"),
     )
     op.create_index("audit_policy", "audit", ["policy_id", "id"])
