@@ -13,12 +13,12 @@ from typing import Any, Protocol
 
 import sqlalchemy as sa
 
-from mint_jax.catalog import audit, policies, sessions
+from mint_jax.catalog import audit, header, policies, sessions
 from mint_jax.catalog.audit import Author
 from mint_jax.catalog.database import Database, chunks, dialect_insert, insert_new
 from mint_jax.catalog.names import LATEST, note
 from mint_jax.catalog.pack_format import Name
-from mint_jax.catalog.packed import Buffer, Schema, digest_of, unpack
+from mint_jax.catalog.packed import Buffer, Schema, as_bytes, digest_of, unpack
 from mint_jax.catalog.payloads import Place
 from mint_jax.catalog.records import Revision, Session, full_name
 from mint_jax.catalog.tables import aliases, packs, payloads, revisions, schemas
@@ -60,6 +60,7 @@ class Prepared:
     tenant: str
     name: str
     digest: bytes
+    length: int
     schema: str
     step: int
     session: Session | None
@@ -82,8 +83,9 @@ def prepare(tenant: str, name: str, export: Export) -> Prepared:
     """
     if not 0 <= export.step < 2**62:
         raise UserError(f"step of an export of {full_name(tenant, name)!r} is {export.step}; it counts optimizer steps from 0")
-    schema = schema_text(export.data)
-    return Prepared(tenant, name, bytes.fromhex(digest_of(export.data)), schema, export.step, export.session, note("origin", export.origin))
+    data = as_bytes(export.data)
+    digest, origin = bytes.fromhex(digest_of(data)), note("origin", export.origin)
+    return Prepared(tenant, name, digest, data.size, schema_text(data), export.step, export.session, origin)
 
 
 def store_and_commit(database: Database, store: Store, objects: dict[bytes, Buffer], commit) -> Any:
@@ -191,13 +193,9 @@ def commit(
         for key, number in zip(new, connection.scalars(insert, list(new.values()))):
             had[key] = SimpleNamespace(id=number, **new[key])
     _advance_latest(connection, author, [(owners[e.tenant, e.name], had[key]) for e, key in zip(exports, chosen)])
-    lengths: dict[bytes, int] = {}
-    for chunk in chunks(sorted({export.digest for export in exports})):
-        query = sa.select(payloads.c.digest, payloads.c.length).where(payloads.c.digest.in_(chunk))
-        lengths |= {row.digest: row.length for row in connection.execute(query)}
     results = []
     for export, key in zip(exports, chosen):
-        had[key].length = lengths[export.digest]
+        had[key].length = export.length
         results.append(policies.as_revision(owners[export.tenant, export.name], had[key]))
     return results
 
@@ -258,7 +256,7 @@ def _already_there(connection: sa.Connection, policy_ids: list[int], exports: Se
     for some in chunks(sorted(set(policy_ids))):
         for chunk in chunks(digests):
             query = sa.select(revisions).where(revisions.c.digest.in_(chunk), revisions.c.policy_id.in_(some), revisions.c.state == "live")
-            for row in connection.execute(query):
+            for row in connection.execute(query.order_by(revisions.c.id)):
                 found[row.policy_id, row.step, row.digest] = SimpleNamespace(**row._mapping)
     return found
 
@@ -308,9 +306,26 @@ def read_schema(text: str) -> Schema:
     return Schema.from_json(text)
 
 
+@functools.lru_cache(1024)
+def _canonical(text: str) -> tuple[str, str]:
+    schema = read_schema(text)
+    return schema.to_json(), schema.dtype
+
+
 def schema_text(data: Buffer) -> str:
-    """The schema of a packed object, checked."""
-    return unpack(data)[1].to_json()
+    """The schema of a packed object, which is checked as ``unpack`` does but without a look at the factors.
+
+    Raises:
+        UserError: not a packed adapter.
+    """
+    try:
+        metadata, tensors, _ = header.read(as_bytes(data))
+        text, dtype = _canonical(metadata["schema"])
+    except (UserError, KeyError):
+        return unpack(data)[1].to_json()  # raises, with the reason
+    if any(tensor.dtype != header.DTYPES[header.TAGS[dtype]] for tensor in tensors.values()):
+        return unpack(data)[1].to_json()
+    return text
 
 
 def check_schema(export: Prepared, policy_schema: str) -> None:

@@ -17,7 +17,21 @@ metadata = sa.MetaData()
 
 _Id = sa.BigInteger().with_variant(sa.Integer(), "sqlite")  # SQLite counts rows for an INTEGER key alone
 _Name = sa.String().with_variant(postgresql.VARCHAR(collation="C"), "postgresql")
-_Digest = sa.LargeBinary(32)
+
+
+class _Bytes(sa.LargeBinary):
+    """Bytes as the drivers take and give them; SQLAlchemy would wrap every value."""
+
+    cache_ok = True
+
+    def bind_processor(self, dialect):
+        return None
+
+    def result_processor(self, dialect, coltype):
+        return None
+
+
+_Digest = _Bytes(32)
 _Time = sa.Double()
 
 
@@ -121,7 +135,7 @@ audit = sa.Table(
     sa.Column("version", sa.Integer),  # of the alias after the move
     sa.Column("under", sa.Integer),  # the version a rollback from here returns to, 0 for none
     sa.Column("details", sa.Text, nullable=False),
-    sa.Column("write", sa.LargeBinary(16), nullable=False),  # of the transaction: who lost the answer to a commit finds it by this
+    sa.Column("write", _Bytes(16), nullable=False),  # of the transaction: who lost the answer to a commit finds it by this
     # Two moves cannot both be an alias's n-th: its history is a line, by the database's own word.
     sa.UniqueConstraint("policy_id", "alias", "version"),
     sa.Index("audit_policy", "policy_id", "id"),
