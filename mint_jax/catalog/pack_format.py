@@ -30,6 +30,7 @@ from mint_jax.errors import UserError
 ALIGNMENT = 64
 MAPPED = 1 << 20  # bytes from which an object is aligned to pages
 PAGE = 4096
+MAX_PARTS = 1_000_000  # 8 TB
 MAGIC = b"mint-pack/1\n\0\0\0\0"
 ENTRY = np.dtype([("digest", "V32"), ("offset", "<u8"), ("length", "<u8")])
 FOOTER = struct.Struct("<16sQQQ24x32s")  # magic, entries, bytes before them, bytes in all, checksum
@@ -71,7 +72,10 @@ class Name(NamedTuple):
         found = _NAME.fullmatch(text)
         if found is None:
             raise UserError(f"{ascii(text)[:100]} is not the name of a pack")
-        return cls(found[1], int(found[2]), int(found[3] or 0))
+        name = cls(found[1], int(found[2]), int(found[3] or 0))
+        if name.part and name.size // name.part > MAX_PARTS:
+            raise UserError(f"{text!a} is not the name of a pack: nothing has more than {MAX_PARTS} parts")
+        return name
 
     @property
     def key(self) -> str:
@@ -104,8 +108,8 @@ def began_at(stem: str) -> float:
 
 
 def shard(stem: str) -> str:
-    """One of 256 folders."""
-    return stem[-2:]
+    """One of 16 folders."""
+    return stem[-1]
 
 
 def part_key(stem: str, index: int) -> str:
@@ -133,6 +137,8 @@ def trailer(entries: list[tuple[bytes, int, int]], body: int) -> bytes:
         entries: sha256 digest, offset and length of each object, in the order of their offsets.
         body: how many bytes lie before the trailer.
     """
+    if any(len(digest) != 32 for digest, _, _ in entries):
+        raise ValueError("a digest is 32 bytes, 64 hex digits")
     table = np.array(entries, ENTRY).tobytes()
     total = body + len(table) + FOOTER.size
     head = FOOTER.pack(MAGIC, len(entries), body, total, b"")[:-32]

@@ -1,20 +1,35 @@
-"""Payloads: immutable objects by place, many in one pack, in a folder or a bucket. Knows bytes and digests, no names."""
+"""Payloads: immutable objects by place, many in one pack, in a folder or a bucket. Knows bytes and digests, no names.
 
-import hashlib
+A pack (see ``pack_format``) is there whole or not at all: in a folder it is written aside, synced and renamed; in a
+bucket it exists with its last object. What a killed writer leaves is never listed as a pack and is removed by ``sweep``.
+
+Why packs are not Orbax checkpoints (which training checkpoints are), measured on 2 cores with one object of 8 KB, and
+moto on loopback for S3: Orbax with a handler of its own makes 3 files; in a bucket its commit is a rename, which S3 does
+not have (copying object by object, it failed), and with the commit file that Orbax keeps for Google's buckets it takes
+21 requests and 157 ms, where a pack is one request and 2.3 ms. TensorStore's file driver commits in a folder as fast as
+``folder`` does (both 8 ms, two syncs), but wants the whole value in one piece and copies it: 100 MiB more for 100 MiB.
+"""
+
 import os
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 
-from mint_jax.catalog import pack_format, storage
+from mint_jax.catalog import pack_format
+from mint_jax.catalog.bucket import Bucket
+from mint_jax.catalog.folder import Folder
 from mint_jax.catalog.pack_format import Name, PackDamaged, Place
-from mint_jax.catalog.packed import Buffer, as_bytes
-from mint_jax.catalog.storage import PackMissing, StorageFailed
+from mint_jax.catalog.packed import Buffer, as_bytes, digest_of
+from mint_jax.catalog.storage import PackMissing, Piece, Storage, StorageFailed
+from mint_jax.errors import UserError
 
 __all__ = ["PackDamaged", "PackInfo", "PackMissing", "PayloadStore", "Place", "StorageFailed"]
 
+ABANDONED_S = 24 * 3600.0  # leftovers so old have no writer: ``put`` commits nothing that took half as long
 TAIL = 64 << 10  # bytes read at once from a pack's end: the trailer of 1,300 objects
 
 
@@ -41,33 +56,41 @@ class PayloadStore:
     """
 
     def __init__(self, url: str | os.PathLike[str], timeout: float = 60.0):
-        self._storage = storage.open_storage(os.fspath(url), timeout)
+        self._storage = _open_storage(os.fspath(url), timeout)
         self.url = self._storage.url
 
-    def put(self, objects: Iterable[Buffer]) -> list[Place]:
+    def put(self, objects: Iterable[Buffer], digests: Iterable[str] | None = None) -> list[Place]:
         """Stores objects in one new pack; all are durable when it returns, or none is there.
 
         Args:
-            objects: bytes-like, read one by one: a generator need not hold them all.
+            objects: bytes-like, taken one by one: a generator need not hold them all.
+            digests: their sha256, where the caller has just computed it; trusted.
+
+        Returns:
+            One place each, in order.
 
         Raises:
             UserError: the storage is full, refuses or does not answer.
         """
-        writer, entries, position = None, [], 0
+        pairs = ((data, None) for data in objects) if digests is None else zip(objects, digests, strict=True)
+        writer, entries, position, start = None, [], 0, time.monotonic()
         try:
-            for data in objects:
-                view = as_bytes(data).data
+            for data, known in pairs:
+                view = as_bytes(data)
+                digest = bytes.fromhex(known or digest_of(view))
                 writer = writer or self._storage.writer(pack_format.new_stem())
-                pad = pack_format.padding(position, len(view))
+                pad = pack_format.padding(position, view.size)
                 writer.write(bytes(pad))
-                writer.write(view)
-                entries.append((hashlib.sha256(view).digest(), position + pad, len(view)))
-                position += pad + len(view)
+                writer.write(view.data)
+                entries.append((digest, position + pad, view.size))
+                position += pad + view.size
             if writer is None:
                 return []
             pad = pack_format.padding(position, 0)
             trailer = pack_format.trailer(entries, position + pad)
             writer.write(bytes(pad) + trailer)
+            if time.monotonic() - start > ABANDONED_S / 2:
+                raise StorageFailed(f"writing a pack in {self.url} took {time.monotonic() - start:.0f} s: put fewer objects at once")
             name = str(writer.commit(position + pad + len(trailer)))
         except BaseException:
             if writer is not None:
@@ -75,15 +98,37 @@ class PayloadStore:
             raise
         return [Place(name, offset, length) for _, offset, length in entries]
 
-    def read(self, place: Place) -> np.ndarray:
-        """An object's bytes, read-only uint8; from a folder a memory map where it is 1 MiB or more.
+    def copy(self, places: Sequence[Place], digests: Sequence[str] | None = None) -> list[Place]:
+        """Copies objects into one new pack and returns their new places; for compaction. The old ones stay.
+
+        Args:
+            places: of any packs, in the order wanted.
+            digests: what they must be; by default what their packs' trailers say.
+
+        Raises:
+            PackDamaged: an object is not what its digest says; nothing is copied then.
+        """
+        if digests is None:
+            known = {place: digest for pack in dict.fromkeys(p.pack for p in places) for digest, place in self.index(pack)}
+            if lost := [place for place in places if place not in known]:
+                raise PackDamaged(f"{lost[0]} is not in the trailer of its pack")
+            digests = [known[place] for place in places]
+        found = self.read_many(places)
+        return self.put((_verified(data, digest, place) for data, digest, place in zip(found, digests, places, strict=True)), digests)
+
+    def read(self, place: Place, digest: str | None = None) -> np.ndarray:
+        """An object's bytes, read-only uint8; from a folder a memory map where it has 1 MiB or more.
+
+        Args:
+            digest: verified when given; reads every byte.
 
         Raises:
             PackMissing: no such pack.
-            PackDamaged: it is too short.
+            PackDamaged: it is too short, or the bytes are not what the digest says.
             UserError: the storage refuses or does not answer.
         """
-        return next(self.read_many([place]))
+        data = next(self.read_many([place]))
+        return data if digest is None else _verified(data, digest, place)
 
     def read_many(self, places: Iterable[Place]) -> Iterator[np.ndarray]:
         """The objects in the order of ``places``; from a bucket several requests are under way at once."""
@@ -93,7 +138,7 @@ class PayloadStore:
         for place, of_one in zip(places, pieces, strict=True):
             yield _join([next(found) for _ in of_one], place.length)
 
-    def _pieces(self, place: Place) -> Iterator[storage.Piece]:
+    def _pieces(self, place: Place) -> Iterator[Piece]:
         name = Name.parse(place.pack)
         if place.offset < 0 or place.length < 0 or place.offset + place.length > name.size:
             raise PackDamaged(f"{place} is not inside its pack of {name.size} bytes: the database that says so is damaged")
@@ -104,6 +149,10 @@ class PayloadStore:
         name = Name.parse(pack)
         for key in [name.key, *name.parts]:  # first the object that makes it a pack
             self._storage.delete(key)
+
+    def exists(self, pack: str) -> bool:
+        """Whether the pack is there; says nothing of its bytes."""
+        return self._storage.has(Name.parse(pack).key)
 
     def packs(self) -> Iterator[PackInfo]:
         """All packs, whole ones only."""
@@ -127,6 +176,55 @@ class PayloadStore:
         if size > len(tail):
             tail = self.read(Place(pack, name.size - size, size)).tobytes()
         return pack_format.read_trailer(tail[-size:], name)
+
+    def sweep(self, older_s: float = ABANDONED_S, dry_run: bool = False) -> list[str]:
+        """Removes what killed writers left: files in writing, and parts of packs that were never committed.
+
+        Args:
+            older_s: leaves alone what was written to in so many seconds. Less than the default only while nobody writes.
+            dry_run: removes nothing.
+
+        Returns:
+            Keys of what was (or would be) removed.
+        """
+        found = list(self._storage.list("staging/"))
+        for digit in "0123456789abcdef":
+            parts = list(self._storage.list(f"parts/{digit}"))
+            whole = {pack_format.stem_of(key) for key in self._storage.list(f"packs/{digit}")} if parts else set()
+            found += [key for key in parts if pack_format.stem_of(key) not in whole]  # listed first: not committed since
+        limit = time.time() - older_s
+        left = [key for key in found if (self._storage.modified(key) or limit + 1) <= limit]
+        for key in [] if dry_run else left:
+            self._storage.delete(key)
+        return left
+
+
+def _open_storage(url: str, timeout: float) -> Storage:
+    """A folder's path, ``file://``, ``s3://bucket/path``, ``gs://bucket/path`` or ``memory://name``.
+
+    Raises:
+        UserError: a URL of another kind.
+    """
+    if "://" not in url:
+        return Folder(Path(url))
+    parts = urlsplit(url)
+    if parts.scheme == "file":
+        if parts.netloc not in ("", "localhost") or not parts.path:
+            raise UserError(f"{url} is not the URL of a folder here; write file:///absolute/path")
+        return Folder(Path(unquote(parts.path)))
+    if parts.scheme not in ("s3", "gs", "memory") or not parts.netloc:
+        raise UserError(f"{url} is no place for payloads; write a folder's path, s3://bucket/path, gs://bucket/path or memory://name")
+    return Bucket(url, parts.scheme, parts.netloc, parts.path.strip("/"), timeout)
+
+
+def _verified(data: np.ndarray, digest: str, place: Place) -> np.ndarray:
+    found = digest_of(data)
+    if found != digest:
+        raise PackDamaged(
+            f"revision {digest[:12]} is damaged: {place.length} bytes at {place.offset} of pack {place.pack} have digest {found[:12]}; "
+            "export or import it again"
+        )
+    return data
 
 
 def _name_in(key: str) -> Name | None:
