@@ -11,7 +11,6 @@ from mint_jax.catalog import audit
 from mint_jax.catalog.audit import Author
 from mint_jax.catalog.database import Database, chunks
 from mint_jax.catalog.exports import enter_packs
-from mint_jax.catalog.packed import digest_of
 from mint_jax.catalog.payloads import PackDamaged, PackMissing, PayloadStore, Place
 from mint_jax.catalog.sweep import Report, retire_packs
 from mint_jax.catalog.tables import packs, payloads
@@ -30,7 +29,7 @@ def compact(database: Database, store: PayloadStore, author: Author, report: Rep
         kept = [row for row in rows if _whole(store, row)]
         if not kept:
             continue
-        places = store.put(store.read(_place(row)) for row in kept)
+        places = store.copy([_place(row) for row in kept], [row.digest.hex() for row in kept])
         moved = database.write(lambda c, kept=kept, places=places: _move(c, author, kept, places))
         report.moved, report.moved_bytes = report.moved + len(moved), report.moved_bytes + sum(moved)
 
@@ -68,9 +67,10 @@ def _place(row: sa.Row) -> Place:
 def _whole(store: PayloadStore, row: sa.Row) -> bool:
     """Whether the bytes are what their digest says; damaged ones stay where they are, for ``verify`` to name."""
     try:
-        return digest_of(store.read(_place(row))) == row.digest.hex()
+        store.read(_place(row), row.digest.hex())
     except (PackMissing, PackDamaged):
         return False
+    return True
 
 
 def _move(connection: sa.Connection, author: Author, rows: list[sa.Row], places: list[Place]) -> list[int]:

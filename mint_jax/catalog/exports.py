@@ -31,7 +31,7 @@ ATTEMPTS = 5
 class Store(Protocol):
     """What exports need of a payload store."""
 
-    def put(self, objects: Sequence[Buffer]) -> list[Place]: ...
+    def put(self, objects: Iterable[Buffer], digests: Iterable[str] | None = None) -> list[Place]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,8 @@ def store_and_commit(database: Database, store: Store, objects: dict[bytes, Buff
     for _ in range(ATTEMPTS):
         missing = [digest for digest in objects if digest not in held and digest not in places]
         if missing:
-            places.update(zip(missing, store.put([objects[digest] for digest in missing])))
+            stored = store.put([objects[digest] for digest in missing], [digest.hex() for digest in missing])
+            places.update(zip(missing, stored))
         try:
             return database.write(lambda c: commit(c, places))
         except Vanished as gone:

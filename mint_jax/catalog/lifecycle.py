@@ -44,7 +44,7 @@ from mint_jax.catalog.audit import Author
 from mint_jax.catalog.database import Database
 from mint_jax.catalog.exports import Export
 from mint_jax.catalog.packed import Buffer, Schema, digest_of
-from mint_jax.catalog.payloads import PackMissing, PayloadStore, Place
+from mint_jax.catalog.payloads import PackDamaged, PackMissing, PayloadStore, Place
 from mint_jax.catalog.records import (
     Alias,
     AuditEntry,
@@ -277,17 +277,14 @@ class Catalog:
     def _read(self, digest: str, where: Callable[[], Place], place: Place | None = None) -> np.ndarray:
         place = where() if place is None else place
         try:
-            data = self.store.read(place)
+            return self.store.read(place, digest)
         except PackMissing:  # compaction may have moved it since
             moved = where()
             if moved == place:
                 raise
-            data = self.store.read(moved)
-        if digest_of(data) != digest:
-            raise UserError(
-                f"payload {digest[:12]} is corrupt: its bytes in pack {place.pack} have another digest; export it again, or roll back"
-            )
-        return data
+            return self.store.read(moved, digest)
+        except PackDamaged as error:
+            raise UserError(f"payload {digest[:12]} is damaged: {error}; export it again, or roll back") from None
 
     # Aliases
 
@@ -555,7 +552,8 @@ class Catalog:
         Args:
             dry_run: only say.
             compact: join small and mostly dead packs too.
-            grace_s: how long a pack's file stays after its last payload went, and how long a writer may take to commit.
+            grace_s: how long a pack's file stays after its last payload went, and how long a writer may take to write and
+                commit; shorten it only while nobody writes.
             operations_s: how long ended operations are kept.
         """
         author = self._author(by, why)

@@ -29,6 +29,7 @@ class Report:
         revisions: as ``policy@number``.
         payloads: objects that nothing names any more, and their ``payload_bytes``.
         packs: files removed, and their ``pack_bytes``; ``abandoned`` of them were never committed.
+        leftovers: other files that killed writers left.
         waiting: packs whose grace period has begun or goes on.
         moved: payloads that compaction copied out of small or mostly dead packs, and their ``moved_bytes``.
     """
@@ -40,6 +41,7 @@ class Report:
     packs: int = 0
     pack_bytes: int = 0
     abandoned: int = 0
+    leftovers: int = 0
     waiting: int = 0
     leases: int = 0
     operations: int = 0
@@ -64,6 +66,7 @@ def collect(database: Database, store: PayloadStore, author: Author, grace_s: fl
         database.write(lambda c: retire_packs(c, author))
     _sweep_dead(database, store, author, grace_s, report)
     _sweep_abandoned(database, store, author, grace_s, report)
+    report.leftovers = len(store.sweep(grace_s, dry_run))
     return report
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import sqlalchemy as sa
 
 from mint_jax.catalog.database import Database
-from mint_jax.catalog.packed import digest_of, unpack
+from mint_jax.catalog.packed import unpack
 from mint_jax.catalog.payloads import PayloadStore, Place
 from mint_jax.catalog.records import Resolved, full_name
 from mint_jax.catalog.tables import aliases, audit, packs, payloads, policies, revisions, schemas
@@ -84,10 +84,7 @@ def _still(connection: sa.Connection, row: sa.Row) -> bool:
 
 def _payload_damage(store: PayloadStore, place: Place, digest: str, schema: str | None) -> str | None:
     try:
-        data = store.read(place)
-        found = digest_of(data)
-        if found != digest:
-            return f"the {place.length} bytes at {place.offset} of pack {place.pack} have digest {found[:12]}, not {digest[:12]}"
+        data = store.read(place, digest)
         if schema is not None and unpack(data)[1].to_json() != schema:
             return f"revision {digest[:12]} has another schema than the database says"
     except UserError as error:

@@ -37,9 +37,9 @@ def test_nothing_is_visible_before_the_bytes_are_durable(place, monkeypatch):
     order = []
     real_put, real_commit = catalog.store.put, exports.commit
 
-    def put(objects):
+    def put(objects, digests=None):
         assert visible(place) == before
-        places = real_put(objects)
+        places = real_put(objects, digests)
         order.append("put")
         assert visible(place) == before  # durable, and still nobody knows
         return places
