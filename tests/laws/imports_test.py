@@ -28,6 +28,8 @@ ONLY_IN = {  # optional packages, and what only one place may know
     "huggingface_hub": "models/base.py",
     "gguf": "models/gguf.py",
     "sqlalchemy": "catalog/",
+    "alembic": "catalog/",
+    "psycopg": "catalog/",
 }
 FILES = sorted((ROOT / "mint_jax").rglob("*.py"))
 

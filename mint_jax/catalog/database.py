@@ -1,0 +1,291 @@
+"""The catalog's database: SQLite in a file, or PostgreSQL by URL; upgraded when opened.
+
+Work is handed over as a function of a connection, because the database may run it again:
+
+- ``read(body)`` runs it outside a transaction, each statement for itself. A dropped connection is tried again.
+- ``write(body)`` runs it in one transaction that is durable when ``write`` returns. It is run again after a serialisation
+  failure, a deadlock, or a connection lost before the commit was sent: nothing was committed then. Where the connection
+  breaks during the commit, the audit log is asked afterwards whether it was made. A write that leaves no entry there must
+  therefore do no harm when it is done twice.
+
+SQLite: write-ahead log, so that readers never wait; ``synchronous=FULL``, so that a commit is on the disk; writers take the
+lock at their first statement and queue for it, inside the process on a mutex and between processes on SQLite's own wait.
+"""
+
+import contextlib
+import os
+import random
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import sqlalchemy as sa
+from sqlalchemy import event, exc
+from sqlalchemy.dialects import postgresql, sqlite
+
+from mint_jax.catalog import tables
+from mint_jax.errors import UserError
+
+T = TypeVar("T")
+MIGRATIONS = Path(__file__).parent / "migrations"
+ATTEMPTS = 8
+WRITE = "catalog_write"  # execution option that names the transaction, for the audit log
+_LOCK_KEY = 0x6D696E74  # of PostgreSQL's advisory lock around an upgrade
+_AGAIN = {"40001", "40P01", "55P03"}  # SQLSTATE of serialisation failure, deadlock, lock not available: rolled back for certain
+_SQLITE_REMEDIES = {
+    "locked": "another process holds the write lock; find what keeps a transaction open, or open with a larger timeout_s",
+    "busy": "another process holds the write lock; find what keeps a transaction open, or open with a larger timeout_s",
+    "not a database": "the file is something else or damaged; restore it from a backup or choose another path",
+    "malformed": "the file is damaged; restore it from a backup",
+    "readonly": "make the file and its folder writable",
+    "unable to open": "check that the folder exists and is writable",
+    "full": "free disk space",
+    "disk i/o": "check the disk and its free space",
+}
+
+
+class Database:
+    """One database, shared by all threads of a process.
+
+    Attributes:
+        engine: SQLAlchemy's, for tests and tools.
+        sqlite: whether it is SQLite.
+    """
+
+    def __init__(self, url: str | sa.URL, timeout_s: float = 30.0):
+        """Opens and, where needed, creates or upgrades.
+
+        Args:
+            url: ``sqlite:///path`` or ``postgresql://…``.
+            timeout_s: how long a write waits for the lock, and a lost server for its return.
+
+        Raises:
+            UserError: no such database, one of a newer version, or not a catalog.
+        """
+        self.timeout_s = timeout_s
+        try:
+            self.url = sa.make_url(url)
+        except exc.ArgumentError:
+            raise UserError(f"{str(url)[:200]!r} is not a database URL: give a folder, sqlite:///path or postgresql://host/name") from None
+        if self.url.drivername in ("postgresql", "postgres"):
+            self.url = self.url.set(drivername="postgresql+psycopg")
+        if self.url.get_backend_name() not in ("sqlite", "postgresql"):
+            raise UserError(f"database {self.name} is not supported: give a folder, sqlite:///path or postgresql://host/name")
+        self.sqlite = self.url.get_backend_name() == "sqlite"
+        self._writers = threading.Lock()
+        self.engine = self._connect_args()
+        self._reader = self.engine if self.sqlite else self.engine.execution_options(isolation_level="AUTOCOMMIT")
+        self._writer = self.engine.execution_options(begin_immediate=True)
+        _open.add(self)
+        try:
+            self._upgrade()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def name(self) -> str:
+        """The URL, its password hidden."""
+        return self.url.render_as_string(hide_password=True)
+
+    def _connect_args(self) -> sa.Engine:
+        if self.sqlite:
+            if not self.url.database or self.url.database == ":memory:":
+                raise UserError(f"database {self.name} lives in memory: a catalog must outlive its process; give a path")
+            args = {"timeout": self.timeout_s, "check_same_thread": False}
+            engine = sa.create_engine(self.url, connect_args=args, pool_size=8, max_overflow=32)
+            event.listen(engine, "connect", _prepare_sqlite)
+            event.listen(engine, "begin", _begin_sqlite)
+            return engine
+        try:
+            args = {"connect_timeout": max(2, int(self.timeout_s))}
+            return sa.create_engine(self.url, connect_args=args, pool_size=8, max_overflow=32, isolation_level="READ COMMITTED")
+        except ModuleNotFoundError:
+            raise UserError(f"database {self.name} needs psycopg: pip install 'mint-jax[postgres]'") from None
+
+    def read(self, body: Callable[[sa.Connection], T]) -> T:
+        """``body(connection)``, for statements that change nothing."""
+        for attempt in range(ATTEMPTS):
+            try:
+                with self._reader.connect() as connection:
+                    return body(connection)
+            except exc.DBAPIError as error:
+                if not (_lost(error) and attempt + 1 < ATTEMPTS and not self.sqlite):
+                    raise self._explain(error) from error
+                self._pause(attempt)
+        raise AssertionError("unreachable")
+
+    def write(self, body: Callable[[sa.Connection], T]) -> T:
+        """``body(connection)`` in one transaction; it may run several times and must change nothing but the database.
+
+        Raises:
+            UserError: the database cannot be written; nothing was changed, or the message says that this is unknown.
+        """
+        write = uuid.uuid4().bytes
+        for attempt in range(ATTEMPTS):
+            transaction: str | None = None  # set while the commit is under way
+            result: T
+            try:
+                with self._queue(), self._writer.begin() as connection:
+                    result = body(connection.execution_options(**{WRITE: write}))
+                    if not self.sqlite:
+                        transaction = connection.scalar(sa.text("SELECT CAST(pg_current_xact_id_if_assigned() AS text)"))
+                return result
+            except exc.DBAPIError as error:
+                lost = _lost(error) and not self.sqlite
+                if lost and transaction is not None and self._was_committed(transaction, write):
+                    return result  # type: ignore[possibly-undefined]
+                if not (lost or _state(error) in _AGAIN) or attempt + 1 == ATTEMPTS:
+                    raise self._explain(error) from error
+                self._pause(attempt)
+        raise AssertionError("unreachable")
+
+    def _queue(self) -> contextlib.AbstractContextManager:
+        return self._writers if self.sqlite else contextlib.nullcontext()
+
+    def _was_committed(self, transaction: str, write: bytes) -> bool:
+        """Whether a write whose commit lost its connection is in the audit log, once its transaction has ended.
+
+        The transaction's own status does not tell: a crash can forget its number, and the next transaction may get it.
+        """
+        deadline = time.monotonic() + self.timeout_s
+        status = "unreachable"
+        while time.monotonic() < deadline:
+            try:
+                status = self._status(transaction)
+                if status != "in progress":
+                    query = sa.select(tables.audit.c.id).where(tables.audit.c.write == write).limit(1)
+                    with self._reader.connect() as connection:
+                        return connection.execute(query).first() is not None
+            except exc.OperationalError:
+                status = "unreachable"
+            time.sleep(0.1)
+        raise UserError(
+            f"database {self.name} was lost during a commit and is {status} since {self.timeout_s:.0f} s: whether the change "
+            "was made is unknown; look before repeating it"
+        )
+
+    def _status(self, transaction: str) -> str | None:
+        try:
+            with self._reader.connect() as connection:
+                return connection.scalar(sa.text("SELECT pg_xact_status(CAST(:id AS xid8))"), {"id": transaction})
+        except exc.DBAPIError as error:
+            if _state(error) == "22023":  # "in the future": a crash forgot it
+                return None
+            raise
+
+    def _pause(self, attempt: int) -> None:
+        time.sleep(min(self.timeout_s / ATTEMPTS, 0.02 * 2**attempt) * random.uniform(0.5, 1.5))
+
+    def _explain(self, error: exc.DBAPIError) -> Exception:
+        """A ``UserError`` for what the surroundings did; anything else is a defect of ours and stays as it is."""
+        reason = str(error.orig).strip().splitlines()[0] if error.orig and str(error.orig).strip() else type(error).__name__
+        if isinstance(error, exc.IntegrityError | exc.ProgrammingError):
+            return error
+        if self.sqlite:
+            for sign, remedy in _SQLITE_REMEDIES.items():
+                if sign in reason.lower():
+                    return UserError(f"database {self.name}: {reason}: {remedy}")
+            return error
+        if isinstance(error, exc.OperationalError | exc.InterfaceError) or error.connection_invalidated:
+            return UserError(f"database {self.name}: {reason}: check that the server runs, the address, and the user's rights")
+        return error
+
+    def _upgrade(self) -> None:
+        """Brings the database to ``tables.HEAD``."""
+        try:
+            with self._reader.connect() as connection:
+                found = _version(connection)
+            if found == tables.HEAD:
+                return
+            with self._queue(), self._writer.begin() as connection:
+                if not self.sqlite:
+                    connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK_KEY)))
+                migrate(connection, self.name)
+        except exc.DBAPIError as error:
+            raise self._explain(error) from error
+
+    def close(self) -> None:
+        """Closes all connections."""
+        self.engine.dispose()
+        _open.discard(self)
+
+
+def migrate(connection: sa.Connection, name: str, target: str = tables.HEAD) -> None:
+    """Upgrades inside the caller's transaction, which must exclude other upgraders.
+
+    Raises:
+        UserError: a version this code does not know, or tables of something else.
+    """
+    from alembic import command
+    from alembic.config import Config
+    from alembic.script import ScriptDirectory
+
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    config.attributes["connection"] = connection
+    found = _version(connection)
+    if found is None:
+        mine = set(tables.metadata.tables) & set(sa.inspect(connection).get_table_names())
+        if mine:
+            raise UserError(f"database {name} has tables {', '.join(sorted(mine))} that are not a catalog's: choose an empty database")
+    elif found not in {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}:
+        raise UserError(f"database {name} is at version {found}, this code knows versions up to {tables.HEAD}: upgrade mint-jax")
+    command.upgrade(config, target)
+
+
+def _version(connection: sa.Connection) -> str | None:
+    if not sa.inspect(connection).has_table(tables.VERSION_TABLE):
+        return None
+    return connection.scalar(sa.text(f"SELECT version_num FROM {tables.VERSION_TABLE}"))
+
+
+def _prepare_sqlite(connection, _record) -> None:
+    connection.isolation_level = None  # BEGIN is ours to say, see _begin_sqlite
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "cache_size=-65536", "temp_store=MEMORY"):
+        connection.execute(f"PRAGMA {pragma}").close()
+
+
+def _begin_sqlite(connection: sa.Connection) -> None:
+    if connection.get_execution_options().get("begin_immediate"):
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+
+def _lost(error: exc.DBAPIError) -> bool:
+    return error.connection_invalidated or _state(error) in {"57P01", "57P02", "57P03", "08000", "08001", "08003", "08006"}
+
+
+def _state(error: exc.DBAPIError) -> str | None:
+    return getattr(error.orig, "sqlstate", None)
+
+
+_open: "weakref.WeakSet[Database]" = weakref.WeakSet()
+
+
+def _forget_connections() -> None:
+    for database in list(_open):
+        database.engine.dispose(close=False)
+
+
+os.register_at_fork(after_in_child=_forget_connections)  # a connection must not be used on both sides of a fork
+
+
+def insert_new(connection: sa.Connection, table: sa.Table, rows: list[dict]) -> None:
+    """Inserts rows; one whose key is there already, also by a transaction that commits meanwhile, is left out."""
+    if rows:
+        connection.execute(dialect_insert(connection, table).on_conflict_do_nothing(), rows)
+
+
+def dialect_insert(connection: sa.Connection, table: sa.Table) -> Any:
+    """An INSERT that knows ON CONFLICT."""
+    return (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)
+
+
+def chunks(items: Sequence[T], size: int = 500) -> Iterator[Sequence[T]]:
+    """Runs of at most ``size``: a statement takes only so many parameters."""
+    for start in range(0, len(items), size):
+        yield items[start : start + size]

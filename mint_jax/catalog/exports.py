@@ -1,0 +1,349 @@
+"""Exports: packed adapters become revisions. The payload is durable first, then one transaction makes the revisions visible.
+
+However many exports are given, their new bytes go to storage as one pack and their rows in one transaction; either all of
+them are revisions afterwards or none. Bytes that the catalog holds already are not stored again. Bytes that the policy has
+already at that very step make no second revision, so an export may be repeated after a crash; ``latest`` names it again.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import sqlalchemy as sa
+
+from mint_jax.catalog import audit, header, policies, sessions
+from mint_jax.catalog.audit import Author
+from mint_jax.catalog.database import Database, chunks, dialect_insert, insert_new
+from mint_jax.catalog.names import LATEST, note
+from mint_jax.catalog.pack_format import Name
+from mint_jax.catalog.packed import Buffer, Schema, as_bytes, digest_of, unpack
+from mint_jax.catalog.payloads import Place
+from mint_jax.catalog.records import Revision, Session, full_name
+from mint_jax.catalog.tables import aliases, packs, payloads, revisions, schemas
+from mint_jax.catalog.tables import policies as policy_table
+from mint_jax.errors import UserError
+
+ATTEMPTS = 5
+
+
+class Store(Protocol):
+    """What exports need of a payload store."""
+
+    def put(self, objects: Iterable[Buffer], digests: Iterable[str] | None = None) -> list[Place]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Export:
+    """One adapter to export.
+
+    Attributes:
+        policy: ``name`` or ``tenant/name``.
+        data: the packed object.
+        step: optimizer steps done.
+        session: the right to write, where a session is open.
+        origin: where it comes from, in words.
+    """
+
+    policy: str
+    data: Buffer
+    step: int
+    session: Session | None = None
+    origin: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """An export with what can be known of it without the database."""
+
+    tenant: str
+    name: str
+    digest: bytes
+    length: int
+    schema: str
+    step: int
+    session: Session | None
+    origin: str
+
+
+class Vanished(Exception):
+    """Payloads that were counted on have been removed meanwhile: put them again."""
+
+    def __init__(self, digests: Iterable[bytes]):
+        super().__init__()
+        self.digests = set(digests)
+
+
+def prepare(tenant: str, name: str, export: Export) -> Prepared:
+    """Digest and schema of the bytes, checked.
+
+    Raises:
+        UserError: not a packed adapter.
+    """
+    if not 0 <= export.step < 2**62:
+        raise UserError(f"step of an export of {full_name(tenant, name)!r} is {export.step}; it counts optimizer steps from 0")
+    data = as_bytes(export.data)
+    digest, origin = bytes.fromhex(digest_of(data)), note("origin", export.origin)
+    return Prepared(tenant, name, digest, data.size, schema_text(data), export.step, export.session, origin)
+
+
+def store_and_commit(database: Database, store: Store, objects: dict[bytes, Buffer], commit) -> Any:
+    """Makes ``objects`` durable, then runs ``commit(connection, places)``; again where garbage collection was in between.
+
+    Args:
+        objects: bytes by digest.
+        commit: writes rows; raises ``Vanished`` for payloads that are neither in the database nor in ``places``.
+    """
+    held = database.read(lambda c: known(c, list(objects)))
+    places: dict[bytes, Place] = {}
+    for _ in range(ATTEMPTS):
+        missing = [digest for digest in objects if digest not in held and digest not in places]
+        if missing:
+            stored = store.put([objects[digest] for digest in missing], [digest.hex() for digest in missing])
+            places.update(zip(missing, stored))
+        try:
+            return database.write(lambda c: commit(c, places))
+        except Vanished as gone:
+            held -= gone.digests
+            for digest in gone.digests:
+                places.pop(digest, None)
+    raise UserError(f"payloads of {len(objects)} exports were removed {ATTEMPTS} times while they were written: lengthen gc's grace period")
+
+
+def known(connection: sa.Connection, digests: list[bytes]) -> set[bytes]:
+    """Those digests whose payloads the catalog holds; they stay until the transaction ends."""
+    found: set[bytes] = set()
+    for chunk in chunks(sorted(digests)):
+        query = sa.select(payloads.c.digest).where(payloads.c.digest.in_(chunk)).order_by(payloads.c.digest)
+        found |= set(connection.scalars(query.with_for_update(read=True, key_share=True)))
+    return found
+
+
+def add_payloads(connection: sa.Connection, author: Author, needed: dict[bytes, int | None], places: dict[bytes, Place]) -> None:
+    """Payload rows, by digest with their schema's id.
+
+    Raises:
+        Vanished: a payload is neither in the database nor in ``places``, or its pack was swept as abandoned.
+    """
+    new = {digest: places[digest] for digest in sorted(needed) if digest in places}
+    if new:
+        ids = enter_packs(connection, author, list(new.values()))
+        if dead := {digest for digest, place in new.items() if place.pack not in ids}:
+            raise Vanished(dead)
+        rows = [
+            {
+                "digest": digest,
+                "schema_id": needed[digest],
+                "pack_id": ids[place.pack],
+                "offset": place.offset,
+                "length": place.length,
+                "created_at": author.now,
+            }
+            for digest, place in new.items()
+        ]
+        insert_new(connection, payloads, rows)
+    if missing := needed.keys() - known(connection, list(needed)):
+        raise Vanished(missing)
+
+
+def enter_packs(connection: sa.Connection, author: Author, places: Sequence[Place]) -> dict[str, int]:
+    """Rows of new packs; their ids by name, without packs that were swept as abandoned meanwhile."""
+    sizes: dict[str, int] = {}
+    for place in places:
+        sizes[place.pack] = Name.parse(place.pack).size
+    rows = [{"name": name, "bytes": sizes[name], "state": "live", "changed_at": author.now} for name in sorted(sizes)]
+    insert_new(connection, packs, rows)
+    query = sa.select(packs).where(packs.c.name.in_(list(sizes))).with_for_update(read=True)
+    return {pack.name: pack.id for pack in connection.execute(query) if pack.state == "live"}
+
+
+def commit(
+    connection: sa.Connection, author: Author, exports: Sequence[Prepared], places: dict[bytes, Place], create: bool
+) -> list[Revision]:
+    """The one transaction: payloads, revisions, ``latest`` and the audit log. See ``store_and_commit``."""
+    ids = policies.schema_ids(connection, {export.schema for export in exports})
+    owners = _locked_policies(connection, author, exports, ids, create)
+    for export in exports:
+        policy = owners[export.tenant, export.name]
+        sessions.check_writer(policy, export.session)
+        if ids[export.schema] != policy.schema_id:
+            check_schema(export, policy.json)
+    add_payloads(connection, author, {export.digest: ids[export.schema] for export in exports}, places)
+    had = _already_there(connection, [owners[e.tenant, e.name].id for e in exports if owners[e.tenant, e.name].last_number], exports)
+    new: dict[tuple[int, int, bytes], dict[str, Any]] = {}
+    chosen = []  # per export: its revision's key
+    for export in exports:
+        policy = owners[export.tenant, export.name]
+        key = (policy.id, export.step, export.digest)
+        chosen.append(key)
+        if key not in had and key not in new:
+            policy.last_number += 1
+            new[key] = {
+                "policy_id": policy.id,
+                "number": policy.last_number,
+                "step": export.step,
+                "digest": export.digest,
+                "origin": export.origin,
+                "pinned": False,
+                "state": "live",
+                "created_at": max(author.now, policy.touched_at),
+            }
+    if new:
+        insert = revisions.insert().returning(revisions.c.id, sort_by_parameter_order=True)
+        for key, number in zip(new, connection.scalars(insert, list(new.values()))):
+            had[key] = SimpleNamespace(id=number, **new[key])
+    _advance_latest(connection, author, [(owners[e.tenant, e.name], had[key]) for e, key in zip(exports, chosen)])
+    results = []
+    for export, key in zip(exports, chosen):
+        had[key].length = export.length
+        results.append(policies.as_revision(owners[export.tenant, export.name], had[key]))
+    return results
+
+
+def _locked_policies(
+    connection: sa.Connection, author: Author, exports: Sequence[Prepared], ids: dict[str, int], create: bool
+) -> dict[tuple[str, str], Any]:
+    """The policies of the exports, locked in one order, with the present move of ``latest``; missing ones are made if asked."""
+    wanted: dict[tuple[str, str], Prepared] = {}
+    for export in exports:
+        wanted.setdefault((export.tenant, export.name), export)
+    owners = _select_policies(connection, wanted)
+    missing = [key for key in wanted if key not in owners]
+    if missing and not create:
+        names = ", ".join(repr(full_name(*key)) for key in missing[:3])
+        raise UserError(f"policy {names} is not in the catalog: create it first, or export with create=True")
+    if missing:
+        rows = []
+        for key in missing:
+            schema = read_schema(wanted[key].schema)
+            rows.append(policies.new_row(author, *key, schema, ids[wanted[key].schema]))
+        insert_new(connection, policy_table, rows)
+        made = _select_policies(connection, dict.fromkeys(missing))
+        owners |= made
+        audit.append(
+            connection, *(audit.row(author, "create", policy, {"schema": policy.json, "keep_last": None}) for policy in made.values())
+        )
+    for policy in owners.values():
+        if policy.state != "active":
+            raise UserError(f"policy {full_name(policy.tenant, policy.name)!r} is retired: restore it first")
+    return owners
+
+
+def _select_policies(connection: sa.Connection, keys: Iterable[tuple[str, str]]) -> dict[tuple[str, str], Any]:
+    found = {}
+    by_tenant: dict[str, list[str]] = {}
+    for tenant, name in keys:
+        by_tenant.setdefault(tenant, []).append(name)
+    for tenant, names in sorted(by_tenant.items()):
+        for chunk in chunks(sorted(names)):
+            query = sa.select(policy_table, schemas.c.json).join(schemas)
+            query = query.where(policy_table.c.tenant == tenant, policy_table.c.name.in_(chunk)).order_by(policy_table.c.name)
+            for row in connection.execute(query.with_for_update(of=policy_table)):
+                found[row.tenant, row.name] = SimpleNamespace(**row._mapping, latest_id=None, latest_number=None, latest_version=0)
+    by_id = {policy.id: policy for policy in found.values()}
+    for chunk in chunks([number for number, policy in by_id.items() if policy.last_number]):
+        query = sa.select(aliases.c.policy_id, aliases.c.revision_id, aliases.c.version, revisions.c.number)
+        query = query.join(revisions, aliases.c.revision_id == revisions.c.id)
+        for row in connection.execute(query.where(aliases.c.policy_id.in_(chunk), aliases.c.name == LATEST)):
+            policy = by_id[row.policy_id]
+            policy.latest_id, policy.latest_number, policy.latest_version = row.revision_id, row.number, row.version
+    return found
+
+
+def _already_there(connection: sa.Connection, policy_ids: list[int], exports: Sequence[Prepared]) -> dict[tuple[int, int, bytes], Any]:
+    found = {}
+    digests = sorted({export.digest for export in exports})
+    for some in chunks(sorted(set(policy_ids))):
+        for chunk in chunks(digests):
+            query = sa.select(revisions).where(revisions.c.digest.in_(chunk), revisions.c.policy_id.in_(some), revisions.c.state == "live")
+            for row in connection.execute(query.order_by(revisions.c.id)):
+                found[row.policy_id, row.step, row.digest] = SimpleNamespace(**row._mapping)
+    return found
+
+
+def _advance_latest(connection: sa.Connection, author: Author, made: list[tuple[Any, Any]]) -> None:
+    """``latest`` follows the exports, one audit entry each."""
+    entries, touched = [], {}
+    for policy, revision in made:
+        if policy.latest_id == revision.id:  # exported again
+            continue
+        fields = {
+            "alias": LATEST,
+            "before": policy.latest_number,
+            "after": revision.number,
+            "version": policy.latest_version + 1,
+            "under": policy.latest_version,
+        }
+        entries.append(audit.row(author, "export", policy, {"digest": revision.digest.hex(), "step": revision.step}, **fields))
+        policy.latest_id, policy.latest_number, policy.latest_version = revision.id, revision.number, policy.latest_version + 1
+        touched[policy.id] = policy
+    if not touched:
+        return
+    at = {number: max(author.now, policy.touched_at) for number, policy in touched.items()}
+    _upsert_latest(connection, touched, at)
+    update = policy_table.update().where(policy_table.c.id == sa.bindparam("policy"))
+    update = update.values(last_number=sa.bindparam("number"), touched_at=sa.bindparam("at"))
+    connection.execute(update, [{"policy": number, "number": p.last_number, "at": at[number]} for number, p in touched.items()])
+    audit.append(connection, *entries)
+
+
+def _upsert_latest(connection: sa.Connection, touched: dict[int, Any], at: dict[int, float]) -> None:
+    insert = dialect_insert(connection, aliases)
+    insert = insert.on_conflict_do_update(
+        index_elements=["policy_id", "name"],
+        set_={name: insert.excluded[name] for name in ("revision_id", "version", "updated_at")},
+    )
+    rows = [
+        {"policy_id": number, "name": LATEST, "revision_id": p.latest_id, "version": p.latest_version, "updated_at": at[number]}
+        for number, p in touched.items()
+    ]
+    connection.execute(insert, rows)
+
+
+@functools.lru_cache(1024)
+def read_schema(text: str) -> Schema:
+    """A schema from its text."""
+    return Schema.from_json(text)
+
+
+@functools.lru_cache(1024)
+def _canonical(text: str) -> tuple[str, str]:
+    schema = read_schema(text)
+    return schema.to_json(), schema.dtype
+
+
+def schema_text(data: Buffer) -> str:
+    """The schema of a packed object, which is checked as ``unpack`` does but without a look at the factors.
+
+    Raises:
+        UserError: not a packed adapter.
+    """
+    try:
+        metadata, tensors, _ = header.read(as_bytes(data))
+        text, dtype = _canonical(metadata["schema"])
+    except (UserError, KeyError):
+        return unpack(data)[1].to_json()  # raises, with the reason
+    if any(tensor.dtype != header.DTYPES[header.TAGS[dtype]] for tensor in tensors.values()):
+        return unpack(data)[1].to_json()
+    return text
+
+
+def check_schema(export: Prepared, policy_schema: str) -> None:
+    """The bytes must be of the policy's base and adapter config; the dtype may differ.
+
+    Raises:
+        UserError: they are not.
+    """
+    mine, theirs = read_schema(export.schema), read_schema(policy_schema)
+    mine = dataclasses.replace(mine, dtype=theirs.dtype)
+    if mine != theirs:
+        for what, found, expected in (
+            ("base", mine.base, theirs.base),
+            *((f.name, getattr(mine.config, f.name), getattr(theirs.config, f.name)) for f in dataclasses.fields(mine.config)),
+        ):
+            if found != expected:
+                named = full_name(export.tenant, export.name)
+                raise UserError(
+                    f"policy {named!r} has {what} {expected!r}, the exported adapter has {found!r}: export it as another policy"
+                )

@@ -1,0 +1,123 @@
+"""Verification: what is damaged, in payloads, packs and the database, and which revisions that concerns.
+
+Damage is named where it is: a flipped bit in one payload concerns the revisions with these bytes and no others.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+import sqlalchemy as sa
+
+from mint_jax.catalog.database import Database
+from mint_jax.catalog.packed import unpack
+from mint_jax.catalog.payloads import PayloadStore, Place
+from mint_jax.catalog.records import Resolved, full_name
+from mint_jax.catalog.tables import aliases, audit, packs, payloads, policies, revisions, schemas
+from mint_jax.errors import UserError
+
+PAGE = 500
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """Something damaged.
+
+    Attributes:
+        kind: ``payload``, ``pack``, ``alias``, ``policy`` or ``database``.
+        what: the damage, in words.
+        digest: of the damaged payload.
+        revisions: ``policy@number`` of every revision it concerns.
+    """
+
+    kind: str
+    what: str
+    digest: str | None = None
+    revisions: tuple[str, ...] = ()
+
+
+def verify_one(database: Database, store: PayloadStore, found: Resolved) -> Iterator[Finding]:
+    """Checks the bytes of one revision."""
+    damage = _payload_damage(store, found.place, found.digest, found.schema)
+    if damage is not None:
+        yield Finding("payload", damage, found.digest, database.read(lambda c: _concerned(c, bytes.fromhex(found.digest))))
+
+
+def verify_all(database: Database, store: PayloadStore) -> Iterator[Finding]:
+    """Checks the database's own consistency, every pack's index and every payload's bytes. Reads everything once."""
+    yield from database.read(_database_damage)
+    last = 0
+    while some := database.read(lambda c, last=last: _packs(c, last)):
+        for pack in some:
+            yield from _verify_pack(database, store, pack)
+        last = some[-1].id
+
+
+def _packs(connection: sa.Connection, after: int) -> list[sa.Row]:
+    query = sa.select(packs).where(packs.c.state == "live", packs.c.id > after)
+    return list(connection.execute(query.order_by(packs.c.id).limit(PAGE)))
+
+
+def _verify_pack(database: Database, store: PayloadStore, pack: sa.Row) -> Iterator[Finding]:
+    query = sa.select(payloads, schemas.c.json).outerjoin(schemas).where(payloads.c.pack_id == pack.id).order_by(payloads.c.offset)
+    rows = database.read(lambda c: list(c.execute(query)))
+    if not rows:
+        return
+    try:
+        index = dict(store.index(pack.name))
+    except UserError as error:
+        yield Finding("pack", f"the index of pack {pack.name} cannot be read: {error}")
+        index = None
+    for row in rows:
+        place, digest = Place(pack.name, row.offset, row.length), row.digest.hex()
+        damage = _payload_damage(store, place, digest, row.json)
+        if damage is None and index is not None and index.get(digest) != place:
+            damage = f"pack {pack.name} has it at {index.get(digest)}, the database at {place}"
+        # It may have been moved or removed since the rows were read.
+        if damage is not None and database.read(lambda c, row=row: _still(c, row)):
+            yield Finding("payload", damage, digest, database.read(lambda c, row=row: _concerned(c, row.digest)))
+
+
+def _still(connection: sa.Connection, row: sa.Row) -> bool:
+    query = sa.select(payloads.c.digest).where(payloads.c.digest == row.digest, payloads.c.pack_id == row.pack_id)
+    return connection.execute(query).first() is not None
+
+
+def _payload_damage(store: PayloadStore, place: Place, digest: str, schema: str | None) -> str | None:
+    try:
+        data = store.read(place, digest)
+        if schema is not None and unpack(data)[1].to_json() != schema:
+            return f"revision {digest[:12]} has another schema than the database says"
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def _concerned(connection: sa.Connection, digest: bytes) -> tuple[str, ...]:
+    query = sa.select(policies.c.tenant, policies.c.name, revisions.c.number)
+    query = query.join_from(policies, revisions, revisions.c.policy_id == policies.c.id).where(revisions.c.digest == digest)
+    return tuple(sorted(f"{full_name(row.tenant, row.name)}@{row.number}" for row in connection.execute(query)))
+
+
+def _database_damage(connection: sa.Connection) -> list[Finding]:
+    found = []
+    if connection.dialect.name == "sqlite":
+        for (line,) in connection.exec_driver_sql("PRAGMA quick_check(20)").fetchall():
+            if line != "ok":
+                found.append(Finding("database", f"SQLite says: {line}"))
+        for table, row_id, parent, _ in connection.exec_driver_sql("PRAGMA foreign_key_check").fetchall():
+            found.append(Finding("database", f"row {row_id} of {table} names a row of {parent} that is not there"))
+    moves = sa.select(sa.func.max(audit.c.version)).where(audit.c.policy_id == aliases.c.policy_id, audit.c.alias == aliases.c.name)
+    query = sa.select(aliases, policies.c.tenant, policies.c.name.label("policy"), revisions.c.policy_id.label("owner"))
+    query = query.join(policies, aliases.c.policy_id == policies.c.id).outerjoin(revisions, aliases.c.revision_id == revisions.c.id)
+    query = query.where(
+        sa.or_(revisions.c.policy_id.is_(None), revisions.c.policy_id != aliases.c.policy_id, aliases.c.version != moves.scalar_subquery())
+    )
+    for row in connection.execute(query):
+        named = f"{full_name(row.tenant, row.policy)}@{row.name}"
+        what = "names no revision of its policy" if row.owner != row.policy_id else "is not where the audit log says"
+        found.append(Finding("alias", f"alias {named} {what}"))
+    newest = sa.select(sa.func.max(revisions.c.number)).where(revisions.c.policy_id == policies.c.id).scalar_subquery()
+    query = sa.select(policies.c.tenant, policies.c.name).where(newest > policies.c.last_number)
+    for row in connection.execute(query):
+        found.append(Finding("policy", f"policy {full_name(row.tenant, row.name)} has a revision newer than its newest"))
+    return found

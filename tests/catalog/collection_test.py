@@ -1,0 +1,353 @@
+"""Retention, garbage collection, compaction and verification."""
+
+import dataclasses
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mint_jax.catalog import compaction, exports
+from mint_jax.catalog.exports import Export
+from mint_jax.errors import UserError
+from tests.catalog.adapters import OTHER, SCHEMA, packed
+from tests.catalog.conftest import execute, same_bytes
+
+HOUR = 3600.0
+
+
+def numbers(catalog, policy="p") -> list[int]:
+    return [revision.number for revision in catalog.revisions(policy)]
+
+
+def collect(catalog, **options):
+    """``gc``, having checked that the dry run foretold it and changed nothing."""
+    before = (catalog.stats(), catalog.audit(), {pack.name for pack in catalog.store.packs()})
+    told = catalog.gc(dry_run=True, **options)
+    assert (catalog.stats(), catalog.audit(), {pack.name for pack in catalog.store.packs()}) == before
+    done = catalog.gc(**options)
+    for field in ("revisions", "payloads", "payload_bytes", "leases", "operations", "packs", "pack_bytes", "abandoned"):
+        assert getattr(told, field) == getattr(done, field), field
+    return done
+
+
+@pytest.fixture
+def ten(catalog):
+    """Policy ``p`` with ten revisions, of which retention keeps three."""
+    catalog.create_policy("p", SCHEMA, keep_last=3)
+    for step in range(1, 11):
+        catalog.export("p", packed(step), step)
+    return catalog
+
+
+def test_retention_keeps_the_last(ten):
+    report = collect(ten, compact=False)
+    assert report.revisions == [f"p@{number}" for number in range(7, 0, -1)]
+    assert (report.payloads, report.payload_bytes) == (7, 7 * len(packed(1)))
+    assert numbers(ten) == [8, 9, 10]
+    assert same_bytes(ten.load("p@8"), packed(8))
+    with pytest.raises(UserError, match="revision p@1 was removed by retention"):
+        ten.resolve("p@1")
+    with pytest.raises(UserError, match="no digest begins so"):
+        ten.resolve(hashlib.sha256(packed(1)).hexdigest())
+    assert collect(ten, compact=False).revisions == []
+    assert ten.export("p", packed(1), 1).number == 11  # bytes that went can come again, numbers are not given twice
+    entry = next(entry for entry in ten.audit("p") if entry.action == "remove revisions")
+    assert entry.details["digests"][0] == hashlib.sha256(packed(7)).hexdigest()
+
+
+def test_what_protects_a_revision(ten, clock):
+    ten.pin("p", 1)
+    ten.promote("p", 2, "serving")
+    ten.branch("child", "p@3")
+    lease = ten.lease("p@4", "request 9", 60)
+    ten.rollback("p", "latest", to=5)
+    ten.open_session("p", "job")
+    ten.promote("p", 10, "latest")
+    collect(ten)
+    assert numbers(ten) == [1, 2, 3, 4, 5, 8, 9, 10]
+    for number in numbers(ten):
+        assert same_bytes(ten.load(f"p@{number}"), packed(number))
+    ten.unpin("p", 1)
+    ten.promote("p", 9, "serving")
+    ten.release(lease)
+    ten.release(lease)
+    ten.close_session(ten.open_session("p", "job"))
+    collect(ten)
+    assert numbers(ten) == [3, 8, 9, 10]
+    assert same_bytes(ten.load("child"), packed(3))
+
+
+def test_a_lease_ends_by_itself(ten, clock):
+    lease = ten.lease("p@4", "request 9", 60)
+    clock.now += 50
+    lease = ten.renew_lease(lease, 60)
+    clock.now += 59
+    collect(ten)
+    assert numbers(ten) == [4, 8, 9, 10]
+    clock.now += 1
+    assert collect(ten).leases == 1
+    assert numbers(ten) == [8, 9, 10]
+    with pytest.raises(UserError, match=r"the lease of 'request 9' .* expired: take a new one"):
+        ten.renew_lease(lease)
+    with pytest.raises(UserError, match="positive number of seconds"):
+        ten.lease("p", "x", 0)
+
+
+def test_a_lease_keeps_the_bytes_of_a_retired_revision(ten):
+    ten.lease(hashlib.sha256(packed(9)).hexdigest(), "request", 60)
+    ten.retire("p", 9)
+    collect(ten)
+    assert 9 in numbers(ten)
+
+
+def test_retired_revisions_go_and_those_kept_are_live_ones(ten):
+    ten.keep_last("p", None)
+    for number in (9, 2):
+        ten.retire("p", number)
+    assert collect(ten).revisions == ["p@9", "p@2"]
+    ten.retire("p", 8)
+    ten.keep_last("p", 2)
+    collect(ten)
+    assert numbers(ten) == [7, 10]
+
+
+def test_shared_bytes_stay_as_long_as_anything_names_them(ten):
+    ten.export("q", packed(1), 1, create=True)
+    ten.rollout("p", 1, packed(2), tokens=1, mean_reward=0.0)
+    report = collect(ten)
+    assert (len(report.revisions), report.payloads) == (7, 5)
+    assert same_bytes(ten.load("q"), packed(1))
+    assert same_bytes(ten.read_rollout(ten.rollouts("p")[0]), packed(2))
+    ten.drop_rollouts("p", 100)
+    assert collect(ten).payloads == 1
+
+
+def test_evaluations_outlive_their_revision(ten):
+    ten.record_evaluation("p@1", renderer="r", scorer="s", dataset="d", seed=0, metrics={}, isolated=1, shared=1)
+    ten.record_evaluation("p@10", renderer="r", scorer="s", dataset="d", seed=0, metrics={}, isolated=1, shared=1)
+    collect(ten)
+    assert [score.number for score in ten.evaluations("p")] == [10]
+    assert ten.stats()["evaluations"] == 2
+
+
+def test_an_alias_replays_though_its_revisions_went(ten, clock):
+    ten.promote("p", 1)
+    then = clock.now
+    clock.now += 10
+    ten.promote("p", 10)
+    collect(ten)
+    assert ten.alias_at("p", "serving", then).digest == hashlib.sha256(packed(1)).hexdigest()
+    with pytest.raises(UserError, match="policy 'p' has no revision 1"):
+        ten.rollback("p")
+
+
+def test_ended_operations_are_forgotten(catalog, clock):
+    old, _ = catalog.begin_operation("a", "1")
+    catalog.begin_operation("a", "2")
+    catalog.finish_operation(old.id)
+    clock.now += 31 * 86400
+    assert collect(catalog).operations == 1
+    with pytest.raises(UserError, match="does not exist or was removed"):
+        catalog.operation(old.id)
+    assert catalog.stats()["operations"] == 1
+
+
+def test_files_go_after_the_grace_period(ten, clock):
+    first = ten.resolve("p@1")
+    assert collect(ten, compact=False).packs == 0
+    assert ten.stats()["dead_packs"] == 7
+    assert same_bytes(ten.store.read(first.place), packed(1))  # who resolved before can read
+    clock.now += HOUR
+    report = collect(ten, compact=False)
+    assert (report.packs, report.abandoned) == (7, 0)
+    assert len(list(ten.store.packs())) == 3
+    with pytest.raises(UserError):
+        ten.store.read(first.place)
+
+
+def test_a_clock_set_back_restarts_the_grace_period(ten, clock):
+    ten.gc(compact=False)
+    clock.now -= 1e6
+    assert ten.gc(compact=False).waiting == 7
+    clock.now += HOUR
+    assert ten.gc(compact=False).packs == 7
+
+
+def test_attempts_of_killed_writers_are_swept(place):
+    catalog = place.open()  # files have the real clock's times
+    catalog.export("p", packed(1), 1, create=True)
+    catalog.store.put([packed(2), packed(3)])
+    assert collect(catalog).abandoned == 0  # its writer may live
+    report = collect(catalog, grace_s=-10.0, compact=False)
+    assert (report.abandoned, report.packs) == (1, 1)
+    assert len(list(catalog.store.packs())) == 1
+    assert same_bytes(catalog.load("p"), packed(1))
+    assert catalog.audit()[-1].action == "sweep abandoned packs"
+
+
+def test_a_writer_whose_pack_was_swept_stores_again(place, monkeypatch):
+    """It stalls between its two steps for longer than the grace period."""
+    catalog, other = place.open(), place.open()
+    catalog.create_policy("p", SCHEMA)
+    real, swept = catalog.store.put, []
+
+    def put(objects, digests=None):
+        places = real(objects, digests)
+        if not swept:
+            swept.append(other.gc(grace_s=-10.0, compact=False).abandoned)
+        return places
+
+    monkeypatch.setattr(catalog.store, "put", put)
+    revision = catalog.export("p", packed(1), 1)
+    assert swept == [1]
+    assert same_bytes(catalog.load(revision.digest), packed(1))
+    assert list(catalog.verify()) == []
+    monkeypatch.setattr(catalog.store, "put", lambda *args: (swept.clear(), put(*args))[1])
+    with pytest.raises(UserError, match="were removed 5 times while they were written: lengthen gc's grace period"):
+        catalog.export("p", packed(2), 2)
+    assert numbers(catalog) == [1]
+
+
+def test_bytes_that_go_while_an_export_counts_on_them_are_stored_again(place, monkeypatch):
+    catalog, other = place.open(), place.open()
+    catalog.create_policy("p", SCHEMA, keep_last=1)
+    for step in (1, 2):
+        catalog.export("p", packed(step), step)
+    real = exports.known
+    calls = []
+
+    def known(connection, digests):
+        found = real(connection, digests)
+        calls.append(len(found))
+        if len(calls) == 1:
+            assert other.gc(compact=False).revisions == ["p@1"]
+        return found
+
+    monkeypatch.setattr(exports, "known", known)
+    revision = catalog.export("q", packed(1), 1, create=True)
+    assert calls[0] == 1
+    assert same_bytes(catalog.load(revision.digest), packed(1))
+    assert list(catalog.verify()) == []
+
+
+def test_small_packs_are_joined(catalog, clock):
+    for i in range(20):
+        catalog.export(f"p{i}", packed(i), 1, create=True)
+    old = catalog.resolve("p0")
+    told = catalog.compact(dry_run=True)
+    done = catalog.compact()
+    assert (done.moved, done.moved_bytes) == (told.moved, told.moved_bytes) == (20, 20 * len(packed(0)))
+    assert catalog.resolve("p0").place != old.place
+    assert same_bytes(catalog.store.read(old.place), packed(0))
+    clock.now += HOUR
+    assert catalog.gc(compact=False).packs == 20
+    assert len(list(catalog.store.packs())) == 1
+    for i in range(20):
+        assert same_bytes(catalog.load(f"p{i}"), packed(i))
+    assert list(catalog.verify()) == []
+    assert catalog.compact().moved == 0
+
+
+def test_a_mostly_dead_pack_is_rewritten(catalog, clock):
+    catalog.create_policy("p", SCHEMA, keep_last=1)
+    catalog.export_many([Export("p", packed(i), i) for i in range(10)])
+    assert catalog.gc().moved == 1
+    clock.now += HOUR
+    assert catalog.gc().packs == 1
+    assert [pack.bytes < 2000 for pack in catalog.store.packs()] == [True]
+    assert same_bytes(catalog.load("p"), packed(9))
+
+
+def test_compaction_leaves_damage_where_it_is(catalog, place):
+    for i in range(4):
+        catalog.export(f"p{i}", packed(i), 1, create=True)
+    damage(place, catalog.resolve("p2").place)
+    assert catalog.compact().moved == 3
+    assert [finding.revisions for finding in catalog.verify()] == [("p2@1",)]
+    for i in (0, 1, 3):
+        assert same_bytes(catalog.load(f"p{i}"), packed(i))
+
+
+def test_compaction_in_batches(catalog, monkeypatch):
+    for i in range(7):
+        catalog.export(f"p{i}", packed(i), 1, create=True)
+    monkeypatch.setattr(compaction, "LARGE", 3 * len(packed(0)))
+    assert catalog.compact().moved == 6  # the seventh is alone
+    assert catalog.stats()["dead_packs"] == 6
+
+
+def test_a_reader_with_an_old_place_finds_the_new_one(catalog, monkeypatch, clock):
+    for i in range(3):
+        catalog.export(f"p{i}", packed(i), 1, create=True)
+    real = catalog.resolve
+    stale = real("p1")
+    catalog.compact()
+    clock.now += HOUR
+    catalog.gc(compact=False)
+    answers = iter([stale])
+    monkeypatch.setattr(catalog, "resolve", lambda *name: next(answers, None) or real(*name))
+    assert same_bytes(catalog.load("p1"), packed(1))
+
+
+def damage(place, where, offset: int = 70) -> None:
+    """Flips a bit of a payload in its file."""
+    path = next(path for path in Path(place.payloads).rglob("*.pack") if path.stem == where.pack)
+    data = bytearray(path.read_bytes())
+    data[where.offset + offset] ^= 4
+    path.chmod(0o644)
+    path.write_bytes(data)
+
+
+def test_damage_is_named_and_stays_with_its_revisions(catalog, place):
+    catalog.export_many([Export(f"p{i}", packed(i), 1) for i in range(5)], create=True)
+    catalog.export("twin", packed(3), 1, create=True)
+    assert list(catalog.verify()) == []
+    bad = catalog.resolve("p3")
+    damage(place, bad.place)
+    findings = list(catalog.verify())
+    assert [(f.kind, f.digest, f.revisions) for f in findings] == [("payload", bad.digest, ("p3@1", "twin@1"))]
+    assert [f.digest for f in catalog.verify("twin")] == [bad.digest]
+    assert list(catalog.verify("p1")) == []
+    with pytest.raises(UserError, match=f"payload {bad.digest[:12]} is damaged"):
+        catalog.load("p3")
+    for i in (0, 1, 2, 4):
+        assert same_bytes(catalog.load(f"p{i}"), packed(i))
+
+
+def test_a_lost_pack_is_named(catalog):
+    catalog.export("p", packed(1), 1, create=True)
+    catalog.export("q", packed(2), 1, create=True)
+    catalog.store.delete(catalog.resolve("p").place.pack)
+    findings = list(catalog.verify())
+    assert {f.kind for f in findings} == {"pack", "payload"}
+    assert [f.revisions for f in findings if f.revisions] == [("p@1",)]
+    with pytest.raises(UserError):
+        catalog.load("p")
+
+
+def test_a_wrong_row_is_named(catalog):
+    catalog.export_many([Export(f"p{i}", packed(i), 1) for i in range(3)], create=True)
+    other = dataclasses.replace(SCHEMA, base=OTHER.base)
+    catalog.create_policy("other", other)
+    first = "(SELECT digest FROM payloads ORDER BY digest LIMIT 1)"
+    execute(catalog, f"UPDATE payloads SET schema_id = (SELECT max(id) FROM schemas) WHERE digest = {first}")
+    execute(catalog, "UPDATE aliases SET version = 9 WHERE policy_id = 1")
+    execute(catalog, "UPDATE policies SET last_number = 0 WHERE name = 'p2'")
+    findings = list(catalog.verify())
+    assert sorted((f.kind, f.what) for f in findings)[0] == ("alias", "alias p0@latest is not where the audit log says")
+    assert {f.kind for f in findings} == {"alias", "policy", "payload"}
+    assert any("another schema than the database says" in f.what for f in findings)
+    execute(
+        catalog, 'UPDATE payloads SET "offset" = "offset" + 64 WHERE digest = (SELECT digest FROM payloads ORDER BY digest DESC LIMIT 1)'
+    )
+    assert sum(f.kind == "payload" for f in catalog.verify()) == 2
+
+
+def test_stats_count(ten):
+    ten.retire("p", 1)
+    stats = ten.stats()
+    assert (stats["policies"], stats["revisions"], stats["retired_revisions"], stats["open_sessions"]) == (1, 10, 1, 0)
+    assert stats["payload_bytes"] == 10 * len(packed(1))
+    assert stats["pack_bytes"] == sum(pack.bytes for pack in ten.store.packs())
+    assert np.all([isinstance(value, int) for value in stats.values()])

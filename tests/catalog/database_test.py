@@ -1,0 +1,426 @@
+"""The database: versions, migrations, locks, damage, lost connections, and what the errors say."""
+
+import os
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+
+from mint_jax.catalog import audit, tables
+from mint_jax.catalog import database as database_lib
+from mint_jax.catalog.database import Database, migrate
+from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.errors import UserError
+from tests.catalog.adapters import SCHEMA, packed
+from tests.catalog.conftest import DATABASES, empty, same_bytes
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(params=DATABASES)
+def blank(request, tmp_path) -> str:
+    """URL of a database without tables."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path / 'catalog.db'}"
+    return request.getfixturevalue("postgres_server").new_database()
+
+
+def engine_of(url: str) -> sa.Engine:
+    return sa.create_engine(url, poolclass=sa.NullPool)
+
+
+def upgrade_to(url: str, version: str) -> None:
+    with engine_of(url).begin() as connection:
+        migrate(connection, url, version)
+
+
+def columns(url: str) -> dict:
+    """What a database's tables look like, all that the migrations decide."""
+    look = sa.inspect(engine_of(url))
+    return {
+        table: {
+            "columns": [(c["name"], str(c["type"]), c["nullable"], c.get("autoincrement")) for c in look.get_columns(table)],
+            "key": look.get_pk_constraint(table)["constrained_columns"],
+            "unique": sorted(u["column_names"] for u in look.get_unique_constraints(table)),
+            "foreign": sorted((f["constrained_columns"], f["referred_table"], f["options"]) for f in look.get_foreign_keys(table)),
+            "indexes": sorted((i["name"], i["column_names"], bool(i["unique"])) for i in look.get_indexes(table)),
+        }
+        for table in sorted(look.get_table_names())
+        if table != tables.VERSION_TABLE
+    }
+
+
+def test_the_migrations_end_where_the_tables_are(blank, request, tmp_path):
+    upgrade_to(blank, "0001")
+    assert "leases" not in columns(blank)
+    upgrade_to(blank, tables.HEAD)
+    if blank.startswith("sqlite"):
+        made = f"sqlite:///{tmp_path / 'made.db'}"
+    else:
+        made = request.getfixturevalue("postgres_server").new_database()
+    tables.metadata.create_all(engine_of(made))
+    assert columns(blank) == columns(made)
+    assert len(columns(made)) == len(tables.metadata.tables)
+    with engine_of(blank).connect() as connection:
+        context = MigrationContext.configure(connection, opts={"version_table": tables.VERSION_TABLE, "compare_type": True})
+        assert compare_metadata(context, tables.metadata) == []
+
+
+def test_an_old_database_is_upgraded_with_its_rows(blank, tmp_path):
+    upgrade_to(blank, "0001")
+    with engine_of(blank).begin() as connection:
+        connection.execute(sa.text("INSERT INTO schemas (digest, json) VALUES (:d, '{}')"), {"d": b"x" * 32})
+    with Catalog.open(blank, tmp_path / "payloads") as catalog:
+        assert catalog.stats()["schemas"] == 1
+        catalog.export("p", packed(1), 1, create=True)
+        catalog.begin_operation("export", "key")
+    with Catalog.open(blank, tmp_path / "payloads") as catalog:
+        assert same_bytes(catalog.load("p"), packed(1))
+
+
+@pytest.mark.parametrize("version", ["9999", "00010", "x"])
+def test_a_newer_database_is_refused(blank, version):
+    Database(blank).close()
+    with engine_of(blank).begin() as connection:
+        connection.execute(sa.text(f"UPDATE {tables.VERSION_TABLE} SET version_num = '{version}'"))
+    with pytest.raises(UserError, match=f"is at version {version}, this code knows versions up to {tables.HEAD}: upgrade mint-jax"):
+        Database(blank)
+
+
+def test_somebody_elses_database_is_refused(blank):
+    with engine_of(blank).begin() as connection:
+        connection.execute(sa.text("CREATE TABLE policies (id INTEGER)"))
+    with pytest.raises(UserError, match="has tables policies that are not a catalog's: choose an empty database"):
+        Database(blank)
+
+
+def test_a_failed_upgrade_leaves_the_old_version(blank, monkeypatch):
+    upgrade_to(blank, "0001")
+    before = columns(blank)
+    script = database_lib.MIGRATIONS / "versions" / "0002_work_records.py"
+    copy = Path(os.path.dirname(blank.removeprefix("sqlite:///"))) if blank.startswith("sqlite") else None
+    folder = (copy or Path(os.environ.get("TMPDIR", "/tmp"))) / f"migrations-{os.getpid()}"
+    shutil.copytree(database_lib.MIGRATIONS, folder)
+    try:
+        (folder / "versions" / script.name).write_text(script.read_text() + "    op.execute('SELECT nothing FROM nowhere')\n")
+        monkeypatch.setattr(database_lib, "MIGRATIONS", folder)
+        with pytest.raises((sa.exc.DBAPIError, UserError)):
+            Database(blank)
+        assert columns(blank) == before
+        monkeypatch.undo()
+        Database(blank).close()
+        assert len(columns(blank)) == len(tables.metadata.tables)
+    finally:
+        shutil.rmtree(folder)
+
+
+def test_many_may_open_a_new_database_at_once(blank):
+    failures = []
+
+    def open_it():
+        try:
+            Database(blank).close()
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=open_it) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert len(columns(blank)) == len(tables.metadata.tables)
+
+
+@pytest.mark.parametrize(
+    ("url", "reason"),
+    [
+        ("mysql://root:secret@host/db", "is not supported: give a folder, sqlite:///path or postgresql://"),
+        ("nonsense", "is not a database URL"),
+        ("sqlite://", "lives in memory: a catalog must outlive its process"),
+        ("postgresql://me:secret@127.0.0.1:1/db", "check that the server runs, the address, and the user's rights"),
+    ],
+)
+def test_a_wrong_address_says_so_and_hides_the_password(url, reason):
+    with pytest.raises(UserError, match=reason) as raised:
+        Database(url, timeout_s=0.2)
+    assert "secret" not in str(raised.value)
+
+
+def test_a_database_url_needs_a_place_for_payloads(blank, tmp_path):
+    with pytest.raises(UserError, match=r"needs a place for the payloads too"):
+        Catalog.open(blank)
+
+
+def test_a_folder_is_enough(tmp_path):
+    with Catalog.open(tmp_path / "new" / "folder") as catalog:
+        catalog.export("p", packed(1), 1, create=True)
+    assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == ["catalog.db", "payloads"]
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(UserError, match="cannot be made"):
+        Catalog.open(tmp_path / "file" / "folder")
+
+
+def test_commits_are_durable_and_readers_do_not_wait(tmp_path):
+    with Catalog.open(tmp_path) as catalog:
+        catalog.export("p", packed(1), 1, create=True)
+        with catalog.database.engine.connect() as connection:
+            assert connection.scalar(sa.text("PRAGMA journal_mode")) == "wal"
+            assert connection.scalar(sa.text("PRAGMA synchronous")) == 2
+            assert connection.scalar(sa.text("PRAGMA foreign_keys")) == 1
+        holder = sqlite3.connect(tmp_path / "catalog.db", isolation_level=None)
+        holder.execute("BEGIN IMMEDIATE")
+        holder.execute("DELETE FROM aliases")
+        assert catalog.resolve("p").number == 1
+        holder.execute("ROLLBACK")
+        holder.close()
+
+
+HOLD = """
+import sqlite3, sys, time
+connection = sqlite3.connect(sys.argv[1], isolation_level=None)
+connection.execute("BEGIN IMMEDIATE")
+print("locked", flush=True)
+sys.stdin.readline()
+connection.execute("COMMIT")
+"""
+
+
+def test_a_lock_held_by_another_process_is_waited_for(tmp_path):
+    catalog, hasty = Catalog.open(tmp_path), Catalog.open(tmp_path, timeout_s=0.3)
+    catalog.export("p", packed(1), 1, create=True)
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path / "catalog.db")], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert holder.stdin is not None
+    assert holder.stdout is not None
+    try:
+        assert holder.stdout.readline() == b"locked\n"
+        with pytest.raises(UserError, match="database is locked: another process holds the write lock"):
+            hasty.promote("p", 1)
+        assert hasty.resolve("p").number == 1
+        waiting = threading.Thread(target=lambda: catalog.promote("p", 1))
+        waiting.start()
+        time.sleep(0.3)
+        assert waiting.is_alive()
+        assert catalog.aliases("p")[0].name == "latest"
+    finally:
+        holder.communicate(b"\n", timeout=30)
+    waiting.join(30)
+    assert hasty.resolve("p@serving").number == 1
+    catalog.close()
+    hasty.close()
+
+
+def damaged(folder: Path, how: str) -> None:
+    file = folder / "catalog.db"
+    data = bytearray(file.read_bytes())
+    if how == "text":
+        file.write_bytes(b"no database at all, but long enough to look like one\n" * 40)
+    elif how == "header":
+        file.write_bytes(bytes(100) + data[100:])
+    elif how == "truncated":
+        file.write_bytes(data[: len(data) // 2])
+    else:
+        for page in range(1, len(data) // 4096):
+            data[page * 4096 : page * 4096 + 64] = bytes([0xA5]) * 64
+        file.write_bytes(data)
+
+
+@pytest.mark.parametrize("how", ["text", "header", "truncated", "pages"])
+def test_a_damaged_file_is_named(tmp_path, how):
+    with Catalog.open(tmp_path) as catalog:
+        for step in range(30):
+            catalog.export("p", packed(step), step, create=True)
+    damaged(tmp_path, how)
+
+    def use() -> None:
+        with Catalog.open(tmp_path) as catalog:
+            catalog.resolve("p@3")
+            catalog.export("p", packed(99), 99)
+            raise AssertionError([str(finding) for finding in catalog.verify()])
+
+    with pytest.raises(
+        UserError, match=r"catalog\.db: .*(not a database|malformed|disk I/O).*: .*(restore it from a backup|check the disk)"
+    ):
+        use()
+
+
+def test_a_lost_row_is_named(tmp_path):
+    with Catalog.open(tmp_path) as catalog:
+        catalog.export("p", packed(1), 1, create=True)
+        with catalog.database.engine.connect() as connection:
+            connection.exec_driver_sql("PRAGMA foreign_keys=OFF")
+            connection.exec_driver_sql("DELETE FROM revisions")
+            connection.exec_driver_sql("PRAGMA foreign_keys=ON")
+        kinds = [finding.kind for finding in catalog.verify()]
+        assert "alias" in kinds
+        assert "database" in kinds
+        with pytest.raises(UserError):
+            catalog.resolve("p")
+
+
+READ_ONLY = """
+import sys
+from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.errors import UserError
+for place in sys.argv[1:]:
+    try:
+        with Catalog.open(place, timeout_s=1) as catalog:
+            catalog.keep_last("p", 3)
+    except UserError as error:
+        print(f"{place}: {error}")
+"""
+
+
+def test_a_read_only_disk_is_named(tmp_path):
+    """Root may write anywhere, so the folder is mounted read-only."""
+    if not shutil.which("unshare"):
+        pytest.skip("no unshare here")
+    with Catalog.open(tmp_path / "held") as catalog:
+        catalog.create_policy("p", SCHEMA)
+    (tmp_path / "bare").mkdir()
+    mount = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0" && exec "$@"'
+    shell = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, str(tmp_path)]
+    if subprocess.run([*shell, "true"], capture_output=True).returncode:
+        pytest.skip("no right to mount here")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    places = [str(tmp_path / name) for name in ("held", "bare", "new")]
+    done = subprocess.run([*shell, sys.executable, "-c", READ_ONLY, *places], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3, done.stdout
+    for place, line in zip(places, lines):
+        assert line.startswith(place)
+        assert "writable" in line
+
+
+def test_retries_until_a_transaction_is_through(postgres_server):
+    """Two transactions that take two rows in opposite order: PostgreSQL kills one, which is run again."""
+    database = Database(postgres_server.new_database())
+    with database.engine.begin() as connection:
+        connection.execute(tables.schemas.insert(), [{"digest": bytes([i]) * 32, "json": "0"} for i in (1, 2)])
+    barrier, runs = threading.Barrier(2), []
+
+    def work(order):
+        def body(connection):
+            runs.append(order)
+            for number, row in enumerate(order):
+                bump = sa.text("UPDATE schemas SET json = CAST(CAST(json AS integer) + 1 AS text) WHERE id = :id")
+                connection.execute(bump, {"id": row})
+                if number == 0 and len(runs) <= 2:
+                    barrier.wait(20)
+
+        database.write(body)
+
+    threads = [threading.Thread(target=work, args=(order,)) for order in ((1, 2), (2, 1))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(runs) == 3
+    assert [row.json for row in database.read(lambda c: c.execute(tables.schemas.select()).all())] == ["2", "2"]
+    database.close()
+
+
+class TestLostServer:
+    """PostgreSQL goes away in the middle. Each test leaves a running server."""
+
+    @pytest.fixture
+    def catalog(self, postgres_server, tmp_path):
+        empty(postgres_server.catalog_url)
+        with Catalog.open(postgres_server.catalog_url, tmp_path / "payloads", timeout_s=20) as catalog:
+            catalog.export("p", packed(1), 1, create=True)
+            yield catalog
+
+    def crash(self, server) -> None:
+        server.halt(signal.SIGQUIT)
+        server.start()
+
+    def test_idle_connections(self, postgres_server, catalog):
+        self.crash(postgres_server)
+        assert catalog.resolve("p").number == 1
+        self.crash(postgres_server)
+        assert catalog.export("p", packed(2), 2).number == 2
+
+    def test_inside_a_transaction(self, postgres_server, catalog):
+        runs = []
+
+        def body(connection):
+            runs.append(connection.execute(tables.schemas.insert(), {"digest": b"x" * 32, "json": "{}"}))
+            if len(runs) == 1:
+                self.crash(postgres_server)
+            connection.execute(tables.schemas.insert(), {"digest": b"y" * 32, "json": "{}"})
+
+        catalog.database.write(body)
+        assert len(runs) == 2
+        assert catalog.stats()["schemas"] == 3
+
+    @pytest.mark.parametrize("committed", [True, False])
+    def test_during_the_commit(self, postgres_server, catalog, committed):
+        """The connection breaks while COMMIT is under way: the change is made once, whichever way it went."""
+        runs, crashes = [], []
+
+        def break_commit(connection):
+            if runs and not crashes:
+                crashes.append(committed)
+                if committed:
+                    connection.connection.dbapi_connection.commit()
+                self.crash(postgres_server)
+
+        sa.event.listen(catalog.database.engine, "commit", break_commit)
+        try:
+
+            def body(connection):
+                runs.append(1)
+                connection.execute(tables.schemas.insert(), {"digest": bytes([len(runs)]) * 32, "json": "{}"})
+                audit.append(connection, audit.row(audit.Author("me", "", 0.0), "test"))
+                return len(runs)
+
+            result = catalog.database.write(body)
+        finally:
+            sa.event.remove(catalog.database.engine, "commit", break_commit)
+        assert crashes == [committed]
+        assert result == len(runs) == (1 if committed else 2)
+        assert catalog.stats()["schemas"] == 2
+
+    def test_for_good(self, postgres_server, catalog):
+        catalog.database.timeout_s = 0.5
+        postgres_server.halt(signal.SIGQUIT)
+        try:
+            with pytest.raises(UserError, match="check that the server runs"):
+                catalog.resolve("p")
+            with pytest.raises(UserError, match="check that the server runs"):
+                catalog.promote("p", 1)
+        finally:
+            postgres_server.start()
+        assert catalog.promote("p", 1).number == 1
+
+
+def test_a_forked_child_has_connections_of_its_own(place):
+    """The parent's connections must not be used or closed by a child."""
+    catalog = place.open()
+    catalog.export("p", packed(1), 1, create=True)
+    code = f"""
+import os
+from mint_jax.catalog.lifecycle import Catalog
+catalog = Catalog.open({place.database!r}, {place.payloads!r})
+catalog.resolve("p")
+child = os.fork()
+if not child:
+    catalog.promote("p", 1, "child")
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+catalog.promote("p", 1, "parent")
+print([alias.name for alias in catalog.aliases("p")])
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    assert done.stdout == "['child', 'latest', 'parent']\n", done.stderr[-2000:]

@@ -1,0 +1,205 @@
+"""Exports: payload first, then metadata; many writers at once, in threads and in processes."""
+
+import collections
+import concurrent.futures
+import hashlib
+import multiprocessing
+import threading
+
+import pytest
+import sqlalchemy as sa
+
+from mint_jax.catalog import exports
+from mint_jax.catalog.exports import Export
+from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.errors import UserError
+from tests.catalog.adapters import SCHEMA, packed
+from tests.catalog.conftest import same_bytes
+
+SERVER = multiprocessing.get_context("forkserver")  # imports once, forks for every writer
+SERVER.set_forkserver_preload(["mint_jax.catalog.lifecycle", "tests.catalog.adapters"])
+
+
+def visible(place) -> tuple[int, ...]:
+    """What another process would see."""
+    with Catalog.open(place.database, place.payloads) as other:
+        stats = other.stats()
+        assert list(other.verify()) == []
+        return stats["revisions"], stats["payloads"], stats["aliases"], stats["audit"]
+
+
+def test_nothing_is_visible_before_the_bytes_are_durable(place, monkeypatch):
+    """Law 6: whatever breaks, and wherever, an export is there whole or not at all."""
+    catalog = place.open()
+    catalog.create_policy("p", SCHEMA)
+    catalog.export("p", packed(0), 0)
+    before = visible(place)
+    order = []
+    real_put, real_commit = catalog.store.put, exports.commit
+
+    def put(objects, digests=None):
+        assert visible(place) == before
+        places = real_put(objects, digests)
+        order.append("put")
+        assert visible(place) == before  # durable, and still nobody knows
+        return places
+
+    def commit(connection, author, prepared, places, create):
+        order.append("commit")
+        for ready in prepared:
+            assert same_bytes(catalog.store.read(places[ready.digest]), packed(1))
+        made = real_commit(connection, author, prepared, places, create)
+        if place.database.startswith("postgresql"):  # SQLite's readers see the same, but its writer would wait for `visible`
+            assert visible(place) == before
+        return made
+
+    monkeypatch.setattr(catalog.store, "put", put)
+    monkeypatch.setattr(exports, "commit", commit)
+    catalog.export("p", packed(1), 1)
+    assert order == ["put", "commit"]
+    assert visible(place) == (2, 2, 1, before[3] + 1)
+
+
+@pytest.mark.parametrize("where", ["put", "commit begins", "commit ends"])
+def test_an_export_that_breaks_leaves_nothing_visible(place, monkeypatch, where):
+    catalog = place.open()
+    catalog.create_policy("p", SCHEMA)
+    catalog.export("p", packed(0), 0)
+    before = visible(place)
+    real = exports.commit
+
+    def fail(*_):
+        raise UserError("disk full")
+
+    def commit(*arguments):
+        if where == "commit ends":
+            real(*arguments)
+        fail()
+
+    monkeypatch.setattr(*((catalog.store, "put", fail) if where == "put" else (exports, "commit", commit)))
+    with pytest.raises(UserError, match="disk full"):
+        catalog.export_many([Export("p", packed(1), 1), Export("new", packed(2), 1)], create=True)
+    assert visible(place) == before
+    monkeypatch.undo()
+    assert catalog.export("p", packed(1), 1).number == 2
+
+
+def test_threads_export_one_policy(place):
+    """Forty exports of one policy, among them equal ones, by eight threads: forty numbers in a line."""
+    catalog = place.open()
+    catalog.create_policy("p", SCHEMA)
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda step: catalog.export("p", packed(step % 7), step), range(40)))
+    assert sorted(revision.number for revision in made) == list(range(1, 41))
+    history = catalog.history("p", "latest")
+    assert [(e.before or 0, e.after) for e in history] == [(number - 1, number) for number in range(1, 41)]
+    assert catalog.stats()["payloads"] == 7
+    assert list(catalog.verify()) == []
+
+
+def test_threads_create_the_same_policies(place):
+    """All export the same new policies at once: each is made once, and everybody's revision is there."""
+    catalog = place.open()
+    barrier = threading.Barrier(6)
+
+    def work(worker: int) -> list:
+        barrier.wait()
+        order = sorted(range(5), key=lambda i: (i * (worker + 1)) % 5)
+        return catalog.export_many([Export(f"p{i}", packed(worker), worker) for i in order], create=True)
+
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        made = [revision for some in pool.map(work, range(6)) for revision in some]
+    assert collections.Counter(revision.policy for revision in made) == {f"p{i}": 6 for i in range(5)}
+    for i in range(5):
+        assert sorted(r.number for r in made if r.policy == f"p{i}") == list(range(1, 7))
+    assert collections.Counter(entry.action for entry in catalog.audit()) == {"create": 5, "export": 30}
+    assert list(catalog.verify()) == []
+
+
+def export_all(database: str, payloads: str, worker: int, start, count: int) -> None:
+    with Catalog.open(database, payloads, actor=f"worker {worker}") as catalog:
+        start.wait(60)
+        for step in range(count):
+            catalog.export_many(
+                [Export("shared", packed(1000 * worker + step), step), Export(f"own{worker}", packed(step), step)], create=True
+            )
+
+
+def promote_all(database: str, payloads: str, worker: int, start, count: int) -> None:
+    with Catalog.open(database, payloads, actor=f"worker {worker}") as catalog:
+        start.wait(60)
+        for i in range(count):
+            if i % 5 == 4:
+                catalog.rollback("p")
+            else:
+                catalog.promote("p", 1 + (2 * i + worker) % 6)
+
+
+def run_two(place, target, count: int) -> None:
+    start = SERVER.Barrier(2)
+    workers = [SERVER.Process(target=target, args=(place.database, place.payloads, number, start, count)) for number in range(2)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(120)
+    assert [worker.exitcode for worker in workers] == [0, 0]
+
+
+def test_two_processes_export_the_same_policy(place):
+    catalog = place.open()
+    run_two(place, export_all, 12)
+    revisions = catalog.revisions("shared")
+    assert [revision.number for revision in revisions] == list(range(1, 25))
+    assert {revision.digest for revision in revisions} == {
+        hashlib.sha256(packed(1000 * worker + step)).hexdigest() for worker in range(2) for step in range(12)
+    }
+    assert {entry.actor for entry in catalog.history("shared", "latest")} == {"worker 0", "worker 1"}
+    assert list(catalog.verify()) == []
+
+
+def test_two_processes_promote_one_alias(place):
+    """One linear history: every move begins where the one before it ended."""
+    catalog = place.open()
+    catalog.export_many([Export("p", packed(i), i) for i in range(6)], create=True)
+    for number in range(1, 7):
+        catalog.promote("p", number)
+    run_two(place, promote_all, 15)
+    history = catalog.history("p")
+    assert [entry.version for entry in history] == list(range(1, len(history) + 1))
+    assert [entry.before for entry in history[1:]] == [entry.after for entry in history[:-1]]
+    assert history[0].before is None
+    assert catalog.resolve("p@serving").number == history[-1].after
+    assert {entry.actor for entry in history[6:]} == {"worker 0", "worker 1"}
+    assert [entry.at for entry in history] == sorted(entry.at for entry in history)
+
+
+def test_readers_see_whole_exports_only(place):
+    """While bulk exports go on, every name that resolves loads, and the policies of one call appear together."""
+    catalog, other = place.open(), place.open()
+    for group in range(3):
+        catalog.export_many([Export(f"g{group}-{i}", packed(0), 0) for i in range(8)], create=True)
+    stop = threading.Event()
+    torn = []
+
+    def read() -> int:
+        seen = 0
+        while not stop.is_set():
+            steps = other.database.read(
+                lambda c: c.execute(
+                    sa.text(
+                        "SELECT max(r.step), min(r.step) FROM aliases a JOIN revisions r ON r.id = a.revision_id GROUP BY a.policy_id % 1"
+                    )
+                ).all()
+            )
+            torn.extend(row for row in steps if row[0] != row[1])
+            other.load("g1-3")
+            seen += 1
+        return seen
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        readers = [pool.submit(read) for _ in range(2)]
+        for step in range(1, 12):
+            catalog.export_many([Export(f"g{group}-{i}", packed(step), step) for group in range(3) for i in range(8)])
+        stop.set()
+        assert sum(reader.result() for reader in readers) > 0
+    assert torn == []

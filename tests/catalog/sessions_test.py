@@ -1,0 +1,127 @@
+"""One writer per policy: fencing does not depend on clocks, expiry decides only who may take over."""
+
+import pytest
+
+from mint_jax.catalog.exports import Export
+from mint_jax.errors import UserError
+from tests.catalog.adapters import SCHEMA, packed
+
+
+def writes(catalog, session):
+    """Every way to write through a session."""
+    return (
+        lambda: catalog.export("p", packed(99), 99, session=session),
+        lambda: catalog.checkpoint("p", 1, "there", session=session),
+        lambda: catalog.rollout("p", 1, b"rollout", tokens=1, mean_reward=0.0, session=session),
+        lambda: catalog.renew_session(session),
+        lambda: catalog.close_session(session),
+    )
+
+
+def test_a_session_writes_and_closes(catalog):
+    catalog.create_policy("p", SCHEMA)
+    session = catalog.open_session("p", "job 1", 60)
+    assert (session.number, session.owner, session.start) == (1, "job 1", None)
+    assert catalog.export("p", packed(1), 1, session=session).number == 1
+    catalog.checkpoint("p", 1, "there", session=session)
+    catalog.rollout("p", 1, b"rollout", tokens=1, mean_reward=0.0, session=session)
+    assert catalog.policy("p").session_owner == "job 1"
+    for write in writes(catalog, None)[:3]:
+        with pytest.raises(UserError, match="policy 'p' is being trained by 'job 1': write through that session"):
+            write()
+    catalog.close_session(session)
+    for write in writes(catalog, session):
+        with pytest.raises(UserError, match="session 1 of policy 'p' by 'job 1' was closed"):
+            write()
+    assert catalog.export("p", packed(2), 2).number == 2
+    assert catalog.open_session("p", "job 2").start == 2
+    assert [e.action for e in catalog.audit("p")][-3:] == ["close session", "export", "open session"]
+
+
+def test_another_owner_waits_for_the_expiry(catalog, clock):
+    catalog.create_policy("p", SCHEMA)
+    first = catalog.open_session("p", "a", 60)
+    clock.now += 59
+    with pytest.raises(UserError, match="'p' is being trained by 'a' for 1 s more: wait, close that session, or open with force"):
+        catalog.open_session("p", "b")
+    first = catalog.renew_session(first, 60)
+    clock.now += 59
+    with pytest.raises(UserError, match="being trained by 'a'"):
+        catalog.open_session("p", "b")
+    clock.now += 1
+    second = catalog.open_session("p", "b")
+    for write in writes(catalog, first):
+        with pytest.raises(UserError, match="session 1 of policy 'p' by 'a' was fenced off by session 2 of 'b'"):
+            write()
+    assert catalog.export("p", packed(1), 1, session=second).number == 1
+    assert catalog.audit("p")[-2].details["fenced"] == "a"
+
+
+def test_an_expired_session_that_nobody_took_over_goes_on(catalog, clock):
+    catalog.create_policy("p", SCHEMA)
+    session = catalog.open_session("p", "a", 1)
+    clock.now += 1000
+    assert catalog.export("p", packed(1), 1, session=session).number == 1
+    assert catalog.renew_session(session, 60).expires_at == clock.now + 60
+
+
+def test_the_same_owner_and_force_take_over_at_once(catalog):
+    catalog.create_policy("p", SCHEMA)
+    first = catalog.open_session("p", "job", 1e6)
+    second = catalog.open_session("p", "job", 1e6)  # it was killed and started again
+    third = catalog.open_session("p", "operator", 60, force=True)
+    for old in (first, second):
+        for write in writes(catalog, old):
+            with pytest.raises(UserError, match="was fenced off by session 3"):
+                write()
+    assert catalog.export("p", packed(1), 1, session=third).number == 1
+
+
+def test_no_clock_revives_a_fenced_session(catalog, clock):
+    catalog.create_policy("p", SCHEMA)
+    first = catalog.open_session("p", "a", 60)
+    clock.now += 100
+    catalog.open_session("p", "b", 60)
+    for now in (clock.now - 10_000, clock.now - 50, clock.now + 10_000):
+        clock.now = now
+        with pytest.raises(UserError, match="fenced off"):
+            catalog.export("p", packed(1), 1, session=first)
+
+
+def test_a_clock_set_back_does_not_lengthen_the_wait(catalog, clock):
+    catalog.create_policy("p", SCHEMA)
+    catalog.open_session("p", "a", 60)
+    clock.now -= 86400
+    with pytest.raises(UserError, match="for 60 s more"):
+        catalog.open_session("p", "b")
+    clock.now += 59
+    with pytest.raises(UserError, match="for 1 s more"):
+        catalog.open_session("p", "b")
+    clock.now += 1
+    assert catalog.open_session("p", "b").number == 2
+
+
+def test_a_session_is_of_its_policy(catalog):
+    catalog.create_policy("p", SCHEMA)
+    catalog.create_policy("q", SCHEMA)
+    session = catalog.open_session("q", "a")
+    with pytest.raises(UserError, match="session 1 is of policy 'q', not of 'p'"):
+        catalog.export("p", packed(1), 1, session=session)
+
+
+def test_one_fenced_export_of_many_refuses_them_all(catalog):
+    for name in ("p", "q"):
+        catalog.create_policy(name, SCHEMA)
+    old, other = catalog.open_session("p", "a"), catalog.open_session("q", "a")
+    catalog.open_session("p", "a")
+    with pytest.raises(UserError, match="fenced off"):
+        catalog.export_many([Export("q", packed(1), 1, other), Export("p", packed(2), 1, old)])
+    assert catalog.revisions("q") == []
+
+
+@pytest.mark.parametrize(("owner", "seconds"), [("", 60), ("a", 0), ("a", -1), ("a", float("nan")), ("a", 1e12)])
+def test_nonsense_is_refused(catalog, owner, seconds):
+    catalog.create_policy("p", SCHEMA)
+    with pytest.raises(UserError, match="a session needs an owner and a positive number of seconds"):
+        catalog.open_session("p", owner, seconds)
+    assert catalog.policy("p").session_number == 0
