@@ -11,7 +11,7 @@ LEVELS = [
     {"launch"},
     {"jobs"},
     {"bench", "aot", "service"},
-    {"train", "rollout", "catalog", "envs"},
+    {"train", "rollout", "catalog", "residency", "envs"},
     {"models"},
     {"lora"},
     {"params", "sharding", "mesh", "checkpoint", "multihost", "metrics", "data", "host"},
@@ -28,6 +28,7 @@ ONLY_IN = {  # optional packages, and what only one place may know
     "huggingface_hub": "models/base.py",
     "gguf": "models/gguf.py",
     "sqlalchemy": "catalog/",
+    "prometheus_client": ("residency/", "service/"),
 }
 FILES = sorted((ROOT / "mint_jax").rglob("*.py"))
 
