@@ -1,16 +1,11 @@
-"""Adapter revisions: one immutable, content-addressed object each.
+"""Adapter revisions, each a directory of its own.
 
-The packed object is a valid safetensors file: the factors, one contiguous array per projection and A/B, and one metadata
-entry ``schema`` that says base, rank, scale rule, targets and dtype. Its sha256 is the revision's digest, so the digest
-covers payload, schema and base, the same adapter always has the same digest, and loading verifies.
-
-A revision is a directory ``<root>/<digest>`` committed by Orbax: written beside its place, synced, then renamed. It is
-there whole or not at all. Where several processes run, any one of them may write without the others.
+A revision is a directory ``<root>/<digest>`` that holds one packed object (see ``packed``), committed by Orbax: written
+beside its place, synced, then renamed. It is there whole or not at all. Where several processes run, any one of them
+may write without the others.
 """
 
 import dataclasses
-import hashlib
-import json
 import os
 import shutil
 import time
@@ -18,79 +13,15 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from safetensors import SafetensorError, deserialize
-from safetensors.numpy import save as save_safetensors
 
 from mint_jax import multihost
-from mint_jax import params as params_lib
+from mint_jax.catalog.packed import Schema, digest_of, pack, unpack  # noqa: F401 - others import Schema and pack from here
 from mint_jax.errors import UserError
-from mint_jax.lora.tree import AdapterConfig
 
-FORMAT = "mint-adapter/1"
 FILE = "adapter.safetensors"
 ABANDONED_S = 3600.0  # a staging folder untouched for so long has no writer
-
-
-@dataclasses.dataclass(frozen=True)
-class Schema:
-    """What a packed adapter is.
-
-    Attributes:
-        base: fingerprint of the base it was trained on.
-        config: rank, alpha, targets, scale rule.
-        dtype: of the stored factors.
-    """
-
-    base: str
-    config: AdapterConfig
-    dtype: str = "float32"
-
-    def to_json(self) -> str:
-        fields = dataclasses.asdict(self.config) | {"targets": list(self.config.targets)}
-        return json.dumps({"format": FORMAT, "base": self.base, "dtype": self.dtype, **fields}, sort_keys=True)
-
-    @classmethod
-    def from_json(cls, text: str) -> "Schema":
-        fields = json.loads(text)
-        if fields.get("format") != FORMAT:
-            raise UserError(f"adapter format is {fields.get('format')!r}; this version reads {FORMAT!r}")
-        config = AdapterConfig(int(fields["rank"]), float(fields["alpha"]), tuple(fields["targets"]), bool(fields["rslora"]))
-        return cls(fields["base"], config, fields["dtype"])
-
-
-def pack(adapter: Any, schema: Schema) -> bytes:
-    """One policy's factors -> the packed object. Deterministic: same values, same bytes."""
-    flat = dict(sorted(params_lib.leaves_with_path(adapter)))
-    tensors = {path: np.ascontiguousarray(leaf, dtype=np.dtype(schema.dtype)) for path, leaf in flat.items()}
-    return save_safetensors(tensors, metadata={"schema": schema.to_json()})
-
-
-def unpack(data: bytes) -> tuple[Any, Schema]:
-    """The packed object -> factors and schema.
-
-    Raises:
-        UserError: not a packed adapter.
-    """
-    try:
-        size = int.from_bytes(data[:8], "little")
-        schema = Schema.from_json(json.loads(data[8 : 8 + size])["__metadata__"]["schema"])
-        flat = {name: _array(tensor) for name, tensor in deserialize(data)}
-    except (SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"not a packed adapter revision ({error}): import PEFT directories with the import job") from None
-    return params_lib.nest(flat), schema
-
-
-def _array(tensor: dict[str, Any]) -> np.ndarray:
-    dtypes = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-    return np.frombuffer(tensor["data"], np.dtype(dtypes[tensor["dtype"]])).reshape(tensor["shape"]).copy()
-
-
-def digest_of(data: bytes) -> str:
-    """The revision digest of a packed object."""
-    return hashlib.sha256(data).hexdigest()
 
 
 class _PackedHandler(ocp.CheckpointHandler):

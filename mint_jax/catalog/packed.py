@@ -1,0 +1,157 @@
+"""The packed object: one adapter revision as bytes.
+
+It is a valid safetensors file (see ``header``): the factors, one contiguous array per projection and A/B in the layout
+of ``lora.tree``, and one metadata entry ``schema`` that says base, rank, scale rule, targets, layout and dtype. Its
+sha256 is the revision's digest: the digest covers payload, schema and base, the same adapter always has the same bytes,
+and whoever loads it can verify it.
+
+Conversion to and from PEFT's per-expert tensors is ``lora.peft``'s.
+"""
+
+import dataclasses
+import hashlib
+import json
+import math
+from typing import Any
+
+import numpy as np
+
+from mint_jax import params as params_lib
+from mint_jax.catalog import header
+from mint_jax.errors import UserError
+from mint_jax.lora.tree import MAX_RANK, AdapterConfig
+
+FORMAT = "mint-adapter/2"
+LAYOUT = "layers-experts-rank-first"  # A [L, R, D] and B [L, R, F]; routed experts [L, E, R, D] and [L, E, R, F]
+SCALES = {False: "alpha/rank", True: "alpha/sqrt(rank)"}
+MAX_TEXT = 1000  # characters of a base's fingerprint or a target's name
+
+Buffer = bytes | bytearray | memoryview | np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Schema:
+    """What a packed adapter is.
+
+    Attributes:
+        base: fingerprint of the base it was trained on.
+        config: rank, alpha, targets, scale rule.
+        dtype: of the stored factors: float32, float16 or bfloat16.
+    """
+
+    base: str
+    config: AdapterConfig
+    dtype: str = "float32"
+
+    def to_json(self) -> str:
+        """One line, the same for equal schemas."""
+        config = self.config
+        fields = {
+            "format": FORMAT,
+            "base": self.base,
+            "rank": int(config.rank),
+            "alpha": float(config.alpha),
+            "scale": SCALES[bool(config.rslora)],
+            "targets": list(config.targets),
+            "layout": LAYOUT,
+            "dtype": self.dtype,
+        }
+        return json.dumps(fields, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Schema":
+        """Reads ``to_json``'s text.
+
+        Raises:
+            UserError: another format, a field missing, unknown or out of its range.
+        """
+        fields = header.parse_json(text, "the schema")
+        if not isinstance(fields, dict):
+            raise UserError("the schema is not a JSON object")
+        if fields.get("format") != FORMAT:
+            raise UserError(f"its format is {str(fields.get('format'))[:40]!r}; this version reads {FORMAT!r}")
+        scales = {rule: rslora for rslora, rule in SCALES.items()}
+        names = {"format", "base", "rank", "alpha", "scale", "targets", "layout", "dtype"}
+        if strange := sorted(fields.keys() ^ names):
+            raise UserError(
+                f"the schema {'has' if strange[0] in fields else 'lacks'} {ascii(strange[0])[:60]}; expected {', '.join(sorted(names))}"
+            )
+        base, rank, alpha, targets = fields["base"], fields["rank"], fields["alpha"], fields["targets"]
+        checks = [
+            ("base", _is_text(base), "a fingerprint"),
+            ("rank", header.is_size(rank) and 1 <= rank <= MAX_RANK, f"1 to {MAX_RANK}"),
+            ("alpha", type(alpha) is float and math.isfinite(alpha), "a finite number"),
+            ("scale", fields["scale"] in list(scales), " or ".join(scales)),
+            ("targets", isinstance(targets, list) and len(targets) > 0 and all(map(_is_text, targets)), "a list of names"),
+            ("layout", fields["layout"] == LAYOUT, LAYOUT),
+            ("dtype", fields["dtype"] in list(header.TAGS), " or ".join(header.TAGS)),
+        ]
+        for name, good, expected in checks:
+            if not good:
+                raise UserError(f"the schema's {name} is {ascii(fields[name])[:60]}; expected {expected}")
+        return cls(base, AdapterConfig(rank, alpha, tuple(targets), scales[fields["scale"]]), fields["dtype"])
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and 1 <= len(value) <= MAX_TEXT
+
+
+def pack(adapter: Any, schema: Schema) -> bytes:
+    """One policy's factors -> the packed object. Deterministic: same values, same bytes.
+
+    Raises:
+        UserError: a schema or an array name that ``unpack`` would refuse.
+    """
+    text = schema.to_json()
+    Schema.from_json(text)
+    dtype = header.DTYPES[header.TAGS[schema.dtype]]
+    arrays = {path: np.asarray(leaf, dtype=dtype, order="C") for path, leaf in params_lib.leaves_with_path(adapter)}
+    head = header.write(arrays, {"schema": text})
+    return b"".join([head, *(arrays[path].reshape(-1).view(np.uint8).data for path in header.layout(arrays))])
+
+
+def unpack(data: Buffer) -> tuple[Any, Schema]:
+    """The packed object -> factors and schema.
+
+    Args:
+        data: bytes, a memoryview or a uint8 array, memory-mapped too.
+
+    Returns:
+        A nested dict of read-only arrays that are views of ``data``, not copies, and the schema.
+
+    Raises:
+        UserError: not a packed adapter, damaged, or of another version; nothing of the size it claims was allocated.
+    """
+    view = as_bytes(data)
+    try:
+        metadata, tensors, start = header.read(view)
+        if "schema" not in metadata:
+            raise UserError("it has no schema")
+        schema = Schema.from_json(metadata["schema"])
+        for name, tensor in tensors.items():
+            if str(tensor.dtype) != schema.dtype:
+                raise UserError(f"array {name} is {tensor.dtype}, its schema says {schema.dtype}")
+    except UserError as error:
+        raise UserError(f"not a packed adapter revision ({error}): import PEFT directories with the import job") from None
+    flat = {}
+    for name, tensor in sorted(tensors.items()):
+        flat[name] = view[start + tensor.begin : start + tensor.end].view(tensor.dtype).reshape(tensor.shape)
+    return params_lib.nest(flat), schema
+
+
+def digest_of(data: Buffer) -> str:
+    """The revision digest of a packed object: sha256, 64 hex digits."""
+    return hashlib.sha256(as_bytes(data).data).hexdigest()
+
+
+def as_bytes(data: Buffer) -> np.ndarray:
+    """A read-only uint8 view of a contiguous buffer."""
+    if isinstance(data, np.ndarray):
+        view = np.asarray(data).reshape(-1).view(np.uint8) if data.flags.c_contiguous else None
+        if view is None:
+            raise ValueError(f"an array of strides {data.strides} is not one run of bytes: copy it first")
+        view = view.view()
+    else:
+        view = np.frombuffer(data, np.uint8)
+    view.flags.writeable = False
+    return view
