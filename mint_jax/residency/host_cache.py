@@ -6,7 +6,6 @@ large read) is copied.
 """
 
 import dataclasses
-import mmap
 import threading
 import time
 from collections.abc import Callable
@@ -209,11 +208,10 @@ def _compact(buffer: np.ndarray) -> np.ndarray:
     owner = buffer
     while isinstance(owner.base, np.ndarray):
         owner = owner.base
-    if isinstance(owner.base, mmap.mmap):
+    if owner.base is None or isinstance(owner.base, bytes | bytearray | memoryview):
+        wasteful = (owner.nbytes if owner.base is None else memoryview(owner.base).nbytes) > 1.1 * buffer.nbytes
+    else:  # a mapping: pages that nobody touches cost nothing
         wasteful = buffer.nbytes < COPY_BELOW
-    else:
-        holds = owner.nbytes if owner.base is None else memoryview(owner.base).nbytes  # type: ignore[arg-type]
-        wasteful = holds > 1.1 * buffer.nbytes
     if wasteful:
         buffer = buffer.copy()
         buffer.flags.writeable = False
