@@ -6,7 +6,8 @@ experts stacked per layer. ``packed``: through ``Residency`` from a payload stor
 admitted, which the other sides do not do.
 
 ``cold_over_1``: ``distinct`` cold revisions at once over one. ``host_bytes_ratio``: growth of resident memory over the
-bytes that the host cache counts. ``decode_pause_p99``: the 99th percentile of a decode step of a small model, commit
+bytes that the host cache counts. ``cpu_seconds``, and ``cpu_ratio_packed`` from them, are of all threads of the process: they
+hold also where others use the machine. ``decode_pause_p99``: the 99th percentile of a decode step of a small model, commit
 included, while cold loads go on, over that without; blocks of steps with and without take turns.
 """
 
@@ -175,19 +176,23 @@ def _loads(config: Any, files: _Files) -> dict[str, Any]:
 
     forget = lambda: _forget(residency, files.digests)  # noqa: E731
     times: dict[str, list[float]] = {}
+    work: dict[str, list[float]] = {}
     sides = {
         "unpacked": lambda: plain.load(files.read_unpacked),
         "middle": lambda: plain.load(files.read_middle),
         "packed": cold([first]),
         "all": cold(files.digests),
     }
-    for _ in range(config.n + 1):  # the first round compiles and warms
+    progress = Progress("file to slot", config.n + 1)
+    for k in range(config.n + 1):  # the first round compiles and warms
         for name, call in sides.items():
             forget()
-            began = time.perf_counter()
+            began, used = time.perf_counter(), time.process_time()
             call()
             times.setdefault(name, []).append(time.perf_counter() - began)
-    times = {name: values[1:] for name, values in times.items()}
+            work.setdefault(name, []).append(time.process_time() - used)
+        progress.update(k + 1, " ".join(f"{name} {values[-1]:.3f} s" for name, values in times.items()))
+    times, work = ({name: values[1:] for name, values in of.items()} for of in (times, work))
     same = _same(plain, residency, files)
     forget()
     files.store.reads.clear()
@@ -204,6 +209,8 @@ def _loads(config: Any, files: _Files) -> dict[str, Any]:
         "load_ms": round(1e3 * seconds["packed"], 2),
         f"cold{config.distinct}_over_1": timing.ratio(times, "all", "packed"),
         f"same{config.distinct}_loads": again,
+        "cpu_ratio_packed": timing.ratio(work, "unpacked", "packed"),
+        "cpu_seconds": {name: round(s, 4) for name, s in timing.medians(work).items()},
         "load_seconds": {name: [round(s, 4) for s in values] for name, values in times.items()},
         "same_values": same,
     }

@@ -20,43 +20,15 @@ import numpy as np
 
 from mint_jax.errors import UserError
 from mint_jax.lora.tree import Slot, Stacks
-from mint_jax.residency import admission as admission_lib
-from mint_jax.residency.admission import Admission, modules_of
+from mint_jax.residency.admission import Admission, modules_of, sha256
 from mint_jax.residency.host_cache import HostCache
+from mint_jax.residency.host_tier import Fetch, HostTier, Unpack
+from mint_jax.residency.lease import Lease
 from mint_jax.residency.loads import COLD, PREFETCH, WARM, ColdLoads, Load, QueueFull
 from mint_jax.residency.metrics import Metrics
 from mint_jax.residency.quotas import Quotas
 from mint_jax.residency.slot_table import SlotTable
 from mint_jax.residency.slots import DeviceSlots
-
-Fetch = Callable[[str], np.ndarray]  # digest -> the packed object, uint8, read-only; it must not change later
-Unpack = Callable[[np.ndarray], tuple[Any, Any]]  # packed object -> tree of views into it, schema (.base, .config)
-
-
-class Lease:
-    """A revision's slot, its own until ``release``. A context manager; releasing twice is releasing once.
-
-    Attributes:
-        digest: the revision.
-        slot: where it is.
-        modules: how many modules of the base it binds to, one per projection, layer and expert.
-    """
-
-    def __init__(self, digest: str, slot: Slot, modules: int, give_back: Callable[[str], None]):
-        self.digest, self.slot, self.modules = digest, slot, modules
-        self._give_back: Callable[[str], None] | None = give_back
-
-    def release(self) -> None:
-        """Ends the lease."""
-        give_back, self._give_back = self._give_back, None
-        if give_back is not None:
-            give_back(self.digest)
-
-    def __enter__(self) -> "Lease":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
 
 
 class Residency:
@@ -88,13 +60,14 @@ class Residency:
         clock: Callable[[], float] = time.monotonic,
         size_of: Callable[[str], int | None] | None = None,
         metrics: Metrics | None = None,
-        digest_of: Callable[[np.ndarray], str] = admission_lib.sha256,
+        digest_of: Callable[[np.ndarray], str] = sha256,
         niceness: int = 10,
     ):
         self.metrics = metrics or Metrics()
-        self._fetch, self._unpack, self._admission, self._digest_of, self._clock = fetch, unpack, admission, digest_of, clock
+        self._clock = clock
         evicted = self.metrics.evictions
         self.host = HostCache(host_bytes, quotas, half_life_s, clock, lambda digest: evicted.labels("host").inc())
+        self._tier = HostTier(self.host, fetch, unpack, admission, self.metrics, digest_of, clock)
         self.slots = slots
         rooms = {bucket: stack.slots for bucket, stack in slots.stacks.items()}
         sizes = {bucket: slots.slot_bytes(bucket) for bucket in rooms}
@@ -290,55 +263,17 @@ class Residency:
         began = self._clock()
         if load.slot is None:
             self.metrics.queue_wait.observe(max(0.0, began - load.submitted_at))
-        buffer, adapter, schema, kept, source = self._packed(load)
-        try:
+        with self._tier.lend(load.digest, load.tenant) as (adapter, schema, cold, nbytes):
+            load.cold, load.nbytes, load.modules = cold, nbytes, modules_of(adapter)
             if (slot := self._slot_for(load, schema.config.bucket)) is None:
                 return
-            load.modules = modules_of(adapter)
             staged = self.slots.stage(slot, adapter, schema.config)
-        finally:
-            del adapter, buffer
-            if kept:
-                self.host.release(load.digest)
         load.seconds = max(0.0, self._clock() - began)
-        self.metrics.load_time.labels(source).observe(load.seconds)
+        self.metrics.load_time.labels("storage" if cold else "host").observe(load.seconds)
         with self._lock:
             load.staged = staged
             self._ready.append(load)
             self._changed.notify_all()
-
-    def _packed(self, load: Load) -> tuple[np.ndarray, Any, Any, bool, str]:
-        """The packed bytes, unpacked; whether the host cache lends them; and where they came from.
-
-        Bytes are verified and admitted once, on their way from storage; what the host cache has is taken as it is.
-        """
-        digest, began = load.digest, self._clock()
-        if (buffer := self.host.lease(digest)) is not None:
-            self.metrics.hits.labels("host").inc()
-            try:
-                return buffer, *self._unpack(buffer), True, "host"
-            except BaseException:
-                self.host.release(digest)
-                raise
-        self.metrics.misses.labels("host").inc()
-        fetched = self._fetch(digest)
-        buffer = self.host.reserve(digest, fetched, load.tenant)
-        kept = buffer is not None
-        if buffer is None:
-            self.metrics.uncached.inc()
-            buffer = fetched
-        load.nbytes, load.cold = buffer.nbytes, True
-        try:
-            admission_lib.verify(digest, buffer, self._digest_of)
-            adapter, schema = self._unpack(buffer)
-            self._admission.check(digest, adapter, schema)
-        except BaseException:
-            if kept:
-                self.host.discard(digest)
-            raise
-        if kept:
-            self.host.confirm(digest, self._clock() - began)
-        return buffer, adapter, schema, kept, "storage"
 
     def _slot_for(self, load: Load, bucket: int) -> Slot | None:
         """The slot that a load is to fill; None where it waits for one, or ends because nobody waits for it."""

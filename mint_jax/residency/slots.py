@@ -154,6 +154,7 @@ def write_piece(
 ) -> AdapterStack:
     """Writes one of ``pieces`` ranges of layers of an adapter into a slot, in place where the stack is donated.
 
+    Numbers of 16 bits are moved as integers: XLA on CPU takes three times as long for bfloat16 (24 MiB: 17 against 5.4 ms).
     Rank rows beyond the adapter's, and projections that it does not target, become zero. The scale comes with every piece.
 
     Args:
@@ -168,15 +169,22 @@ def write_piece(
         leaf = arrays.get(path)
         rank = 0 if leaf is None else leaf.shape[-2]
 
-        def update(room: jax.Array, part: jax.Array, first_rank: int) -> jax.Array:
+        def update(bits: jax.Array, part: jax.Array, first_rank: int) -> jax.Array:
             zero = jnp.int32(0)
-            return jax.lax.dynamic_update_slice(room, part, (at, slot, *[zero] * (room.ndim - 4), jnp.int32(first_rank), zero))
+            part = _bits(part.astype(room.dtype))
+            return jax.lax.dynamic_update_slice(bits, part, (at, slot, *[zero] * (room.ndim - 4), jnp.int32(first_rank), zero))
 
+        bits = _bits(room)
         if rank < R:
-            room = update(room, jnp.zeros((*one[:-2], R - rank, one[-1]), room.dtype), rank)
+            bits = update(bits, jnp.zeros((*one[:-2], R - rank, one[-1]), room.dtype), rank)
         if leaf is not None:
             part = jax.lax.dynamic_slice_in_dim(leaf, at, count)
-            room = update(room, jnp.expand_dims(part, SLOT_AXIS).astype(room.dtype), 0)
-        return room
+            bits = update(bits, jnp.expand_dims(part, SLOT_AXIS), 0)
+        return jax.lax.bitcast_convert_type(bits, room.dtype)
 
     return dataclasses.replace(stack, factors=params_lib.map_with_path(put, stack.factors), scale=stack.scale.at[slot].set(scale))
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    """Numbers of 16 bits as integers, others as they are."""
+    return jax.lax.bitcast_convert_type(x, jnp.uint16) if x.dtype.itemsize == 2 else x
