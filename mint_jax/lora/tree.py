@@ -23,6 +23,7 @@ from mint_jax import params as params_lib
 from mint_jax import sharding
 from mint_jax.errors import UserError
 from mint_jax.lora.apply import Bound
+from mint_jax.lora.finite import all_finite
 from mint_jax.params import ParamSpec
 
 MAX_RANK = 1024
@@ -365,5 +366,5 @@ def check_finite(adapter: Any, what: str) -> None:
         UserError: naming the tensor.
     """
     for path, leaf in params_lib.leaves_with_path(adapter):
-        if not np.isfinite(np.asarray(leaf)).all():
+        if not all_finite(np.asarray(leaf)):
             raise UserError(f"{what}: {path} has NaN or infinite values; the run that wrote it has diverged, take an earlier revision")

@@ -11,7 +11,7 @@ LEVELS = [
     {"launch"},
     {"jobs"},
     {"bench", "aot", "service"},
-    {"train", "rollout", "catalog", "envs"},
+    {"train", "rollout", "catalog", "residency", "envs"},
     {"models"},
     {"lora"},
     {"params", "sharding", "mesh", "checkpoint", "multihost", "metrics", "data", "host"},
@@ -30,6 +30,7 @@ ONLY_IN = {  # optional packages, and what only one place may know
     "sqlalchemy": "catalog/",
     "alembic": "catalog/",
     "psycopg": "catalog/",
+    "prometheus_client": ("residency/", "service/"),
 }
 FILES = sorted((ROOT / "mint_jax").rglob("*.py"))
 

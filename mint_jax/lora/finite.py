@@ -1,0 +1,29 @@
+"""Whether stored numbers are finite, at the speed of memory: floats compared as the integers they are stored as.
+
+The bits of an IEEE float, read as an integer, grow with its magnitude; infinities and NaNs are at the top, from one pattern
+on (all exponent bits set, mantissa 0). So two maxima decide, one over signed integers (numbers >= 0) and one over unsigned
+ones (numbers < 0), without a temporary. ``numpy.isfinite`` of 53 M bfloat16 takes ten times as long.
+"""
+
+import numpy as np
+
+_INFINITY = {
+    "float32": (np.int32, np.uint32, 0x7F800000),
+    "bfloat16": (np.int16, np.uint16, 0x7F80),
+    "float16": (np.int16, np.uint16, 0x7C00),
+}
+_PIECE = 1 << 19  # elements: the second pass finds them in the cache
+
+
+def all_finite(x: np.ndarray) -> bool:
+    """Whether an array has neither NaN nor infinity; any shape, any dtype."""
+    if x.dtype.name not in _INFINITY or not x.flags.c_contiguous:
+        return bool(np.isfinite(x).all())
+    signed, unsigned, infinity = _INFINITY[x.dtype.name]
+    bits = x.reshape(-1).view(unsigned)
+    sign = 1 << (8 * bits.itemsize - 1)
+    for at in range(0, bits.size, _PIECE):
+        piece = bits[at : at + _PIECE]
+        if piece.view(signed).max() >= infinity or piece.max() >= sign + infinity:
+            return False
+    return True

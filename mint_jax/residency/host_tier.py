@@ -1,0 +1,95 @@
+"""Packed bytes on the host: lent by the cache, or fetched, verified, admitted and given to it."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mint_jax.residency.admission import Admission, sha256, verify
+from mint_jax.residency.host_cache import HostCache
+from mint_jax.residency.metrics import Metrics
+
+Fetch = Callable[[str], np.ndarray]  # digest -> the packed object, uint8, read-only; it must not change later
+Unpack = Callable[[np.ndarray], tuple[Any, Any]]  # packed object -> tree of views into it, schema (.base, .config)
+
+
+class Unpacked(NamedTuple):
+    """An admitted revision on the host.
+
+    Attributes:
+        adapter: views of the packed bytes ``[L, (E,) r, D]``.
+        schema: has ``base`` and ``config``.
+        cold: the bytes came from storage just now.
+        nbytes: of the packed object.
+    """
+
+    adapter: Any
+    schema: Any
+    cold: bool
+    nbytes: int
+
+
+class HostTier:
+    """The host cache and the way into it.
+
+    Bytes are verified and admitted once, on their way from storage; what the cache has is taken as it is. An object that
+    the cache cannot keep is used and forgotten.
+    """
+
+    def __init__(
+        self,
+        cache: HostCache,
+        fetch: Fetch,
+        unpack: Unpack,
+        admission: Admission,
+        metrics: Metrics,
+        digest_of: Callable[[np.ndarray], str] = sha256,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.cache, self._fetch, self._unpack, self._admission = cache, fetch, unpack, admission
+        self._metrics, self._digest_of, self._clock = metrics, digest_of, clock
+
+    @contextlib.contextmanager
+    def lend(self, digest: str, tenant: str) -> Iterator[Unpacked]:
+        """A revision, unpacked; its bytes stay where they are until the block ends.
+
+        Raises:
+            UserError: it is not what its digest says, or does not fit; or what ``fetch`` raises.
+        """
+        buffer = self.cache.lease(digest)
+        cold = buffer is None
+        (self._metrics.misses if cold else self._metrics.hits).labels("host").inc()
+        if buffer is None:
+            buffer, adapter, schema, kept = self._from_storage(digest, tenant)
+        else:
+            kept = True
+        try:
+            if not cold:
+                adapter, schema = self._unpack(buffer)
+            yield Unpacked(adapter, schema, cold, buffer.nbytes)
+        finally:
+            if kept:
+                self.cache.release(digest)
+
+    def _from_storage(self, digest: str, tenant: str) -> tuple[np.ndarray, Any, Any, bool]:
+        """Bytes, views, schema, and whether the cache keeps them; then they are leased."""
+        began = self._clock()
+        fetched = self._fetch(digest)
+        buffer = self.cache.reserve(digest, fetched, tenant)
+        kept = buffer is not None
+        if buffer is None:
+            self._metrics.uncached.inc()
+            buffer = fetched
+        try:
+            verify(digest, buffer, self._digest_of)
+            adapter, schema = self._unpack(buffer)
+            self._admission.check(digest, adapter, schema)
+        except BaseException:
+            if kept:
+                self.cache.discard(digest)
+            raise
+        if kept:
+            self.cache.confirm(digest, self._clock() - began)
+        return buffer, adapter, schema, kept

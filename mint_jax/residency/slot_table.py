@@ -1,0 +1,208 @@
+"""Which revision is in which device slot, who uses it, and which goes when another needs the room. No arrays here.
+
+A slot is free, filling (reserved for a revision whose bytes are on the way) or resident. Only resident ones are leased.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from mint_jax.errors import UserError
+from mint_jax.lora.tree import Slot
+from mint_jax.residency.quotas import Quotas, Use, within
+from mint_jax.residency.worth import Ranking, Worth
+
+
+@dataclasses.dataclass(slots=True)
+class _Occupant:
+    slot: Slot
+    tenant: str
+    worth: Worth
+    filling: bool = True
+    leases: int = 0
+    modules: int = 0
+    doomed: bool = False  # to be cleared when the last lease ends
+
+
+class SlotTable:
+    """The slots of all rank buckets. Not thread-safe: its owner holds a lock.
+
+    Args:
+        rooms: slots of each bucket.
+        slot_bytes: bytes of one slot of each bucket.
+        half_life_s, clock: see ``HostCache``.
+        on_evict: called with each digest that made room.
+    """
+
+    def __init__(
+        self,
+        rooms: Mapping[int, int],
+        slot_bytes: Mapping[int, int],
+        quotas: Quotas | None = None,
+        half_life_s: float = 600.0,
+        clock: Callable[[], float] = time.monotonic,
+        on_evict: Callable[[str], None] | None = None,
+    ):
+        self.rooms, self.half_life_s = dict(rooms), half_life_s
+        self._slot_bytes, self._quotas, self._clock, self._on_evict = slot_bytes, quotas or Quotas(), clock, on_evict
+        self._free = {bucket: list(range(n))[::-1] for bucket, n in rooms.items()}
+        self._occupants: dict[str, _Occupant] = {}
+        self._pinned: set[str] = set()
+        self._idle = {bucket: Ranking() for bucket in rooms}
+        self._use = Use()
+
+    def find(self, digest: str) -> Slot | None:
+        """The slot where a revision is resident."""
+        occupant = self._occupants.get(digest)
+        return None if occupant is None or occupant.filling else occupant.slot
+
+    def lease(self, digest: str) -> Slot | None:
+        """The slot where a revision is resident, which stays its own until ``release``; None when there is none."""
+        occupant = self._occupants.get(digest)
+        if occupant is None or occupant.filling:
+            return None
+        self._idle[occupant.slot.bucket].remove(digest)
+        occupant.leases += 1
+        occupant.doomed = False
+        occupant.worth.use(self._clock(), self.half_life_s)
+        return occupant.slot
+
+    def release(self, digest: str) -> bool:
+        """Ends a lease; whether the slot can now be given to another."""
+        occupant = self._occupants[digest]
+        assert occupant.leases > 0, f"{digest} has no lease"
+        occupant.leases -= 1
+        if occupant.doomed and not occupant.leases:
+            self._clear(digest)
+        else:
+            self._rank(digest)
+        return not occupant.leases
+
+    def reserve(self, bucket: int, digest: str, tenant: str, evict: bool = True) -> Slot | None:
+        """A slot to fill with a revision: a free one, or that of the least worth which nobody leases or pins.
+
+        Where the tenant's quota of slots is used up, only its own go. ``fill`` or ``abandon`` must follow.
+
+        Returns:
+            None when a lease must end first, or, without ``evict``, when none is free.
+
+        Raises:
+            UserError: no such slot will ever be free: the bucket has none, all are pinned, or the tenant may have none.
+        """
+        assert digest not in self._occupants, f"{digest} has a slot"
+        self._check_possible(bucket, tenant)
+        victims = self._victims(bucket, tenant)
+        if victims is None or (victims and not evict):
+            return None
+        for victim in victims:
+            self._clear(victim)
+            if self._on_evict is not None:
+                self._on_evict(victim)
+        slot = Slot(bucket, self._free[bucket].pop())
+        self._occupants[digest] = _Occupant(slot, tenant, Worth(self._slot_bytes[bucket], 0.0, 1.0, self._clock()))
+        self._use.add(tenant, self._slot_bytes[bucket])
+        return slot
+
+    def _victims(self, bucket: int, tenant: str) -> list[str] | None:
+        """Who must go so that a tenant gets a slot of a bucket; None when nobody may go that would have to."""
+        victims = []
+        if not within(self._use.entries(tenant) + 1, self._quotas.of(tenant).slots):
+            own = (self._idle[b].lowest(tenant) for b in sorted(self.rooms, key=lambda b: b != bucket))  # this bucket's first
+            if (victim := next((digest for digest in own if digest), None)) is None:
+                return None
+            victims.append(victim)
+        if not self._free[bucket] and bucket not in (self._occupants[v].slot.bucket for v in victims):
+            if (victim := self._idle[bucket].lowest()) is None:
+                return None
+            victims.append(victim)
+        return victims
+
+    def _check_possible(self, bucket: int, tenant: str) -> None:
+        if not self.rooms.get(bucket):
+            have = ", ".join(str(b) for b, n in sorted(self.rooms.items()) if n) or "none"
+            raise UserError(f"an adapter of rank bucket {bucket} needs a slot, and there are slots for {have}: configure some")
+        if self._quotas.of(tenant).slots == 0:
+            raise UserError(f"tenant {tenant!r} has a quota of 0 device slots: raise it")
+        pinned = sum(1 for digest in self._pinned if (o := self._occupants.get(digest)) and o.slot.bucket == bucket)
+        if pinned >= self.rooms[bucket]:
+            raise UserError(f"all {pinned} slots of rank bucket {bucket} are pinned: unpin one or configure more")
+
+    def fill(self, digest: str, seconds: float, modules: int = 0) -> None:
+        """The reserved slot holds its revision now, of so many modules; ``seconds`` is what bringing it there took."""
+        occupant = self._occupants[digest]
+        occupant.filling, occupant.modules = False, modules
+        occupant.worth.seconds = seconds
+        self._rank(digest)
+
+    def abandon(self, digest: str) -> None:
+        """Gives a reserved slot back: its load failed."""
+        assert self._occupants[digest].filling, f"{digest} is resident"
+        self._clear(digest)
+
+    def pin(self, digest: str) -> None:
+        """Keeps a revision from being evicted, now or once it is here."""
+        self._pinned.add(digest)
+        if occupant := self._occupants.get(digest):
+            self._idle[occupant.slot.bucket].remove(digest)
+
+    def unpin(self, digest: str) -> None:
+        """Takes a pin away; none is no error."""
+        self._pinned.discard(digest)
+        if digest in self._occupants:
+            self._rank(digest)
+
+    def is_pinned(self, digest: str) -> bool:
+        return digest in self._pinned
+
+    def modules(self, digest: str) -> int:
+        """How many modules a resident revision binds to."""
+        return self._occupants[digest].modules
+
+    def drop(self, digest: str) -> bool:
+        """Clears a revision's slot, pinned or not; a leased one when its last lease ends. Whether it is gone now."""
+        self._pinned.discard(digest)
+        occupant = self._occupants.get(digest)
+        if occupant is None or occupant.filling:
+            return occupant is None
+        if occupant.leases:
+            occupant.doomed = True
+            return False
+        self._clear(digest)
+        return True
+
+    def _clear(self, digest: str) -> None:
+        occupant = self._occupants.pop(digest)
+        self._idle[occupant.slot.bucket].remove(digest)
+        self._free[occupant.slot.bucket].append(occupant.slot.index)
+        self._use.add(occupant.tenant, -occupant.worth.nbytes, -1)
+
+    def _rank(self, digest: str) -> None:
+        """Lets a slot be taken, if nothing keeps it."""
+        occupant = self._occupants[digest]
+        if not (occupant.filling or occupant.leases or digest in self._pinned):
+            self._idle[occupant.slot.bucket].add(digest, occupant.tenant, occupant.worth.key(self.half_life_s))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slots in use."""
+        return sum(occupant.worth.nbytes for occupant in self._occupants.values())
+
+    def resident(self) -> Iterable[str]:
+        """Digests that are resident."""
+        return [digest for digest, occupant in self._occupants.items() if not occupant.filling]
+
+    def state(self) -> dict[int, dict[str, Any]]:
+        """Per bucket the number of slots by state."""
+        out: dict[int, dict[str, Any]] = {}
+        for bucket, room in self.rooms.items():
+            mine = {d: o for d, o in self._occupants.items() if o.slot.bucket == bucket}
+            out[bucket] = {
+                "slots": room,
+                "free": len(self._free[bucket]),
+                "filling": sum(o.filling for o in mine.values()),
+                "leased": sum(o.leases > 0 for o in mine.values()),
+                "leases": sum(o.leases for o in mine.values()),
+                "pinned": len(self._pinned & mine.keys()),
+            }
+        return out
