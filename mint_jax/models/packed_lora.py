@@ -11,7 +11,7 @@ Axes: M rows, E experts, G groups, W adapter factors, D in, F out, R rank. Hu et
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -103,10 +103,14 @@ def _forward(x, bases, sizes, adapters):
 
 def _backward(residuals, g):
     x, bases, sizes, adapters, inner, trained = residuals
-    g = tuple(jnp.zeros(one.shape, one.dtype) if isinstance(one, SymbolicZero) else one for one in g)
+    g = tuple(_dense(one) for one in g)
     dx, dfactors = _gradients(x, bases, sizes, adapters, inner, g)
     dbases = tuple(_base_gradient(x, one, sizes, base) if learns else None for base, one, learns in zip(bases, g, trained))
     return dx, dbases, None, tuple(Adapters(None, one) for one in dfactors)  # type: ignore[arg-type]
+
+
+def _dense(g: Any) -> jax.Array:
+    return jnp.zeros(g.shape, g.dtype) if isinstance(g, SymbolicZero) else g
 
 
 @jax.custom_batching.custom_vmap
