@@ -86,7 +86,7 @@ def _products(x, bases, sizes, adapters):
     inner = []
     for groups, factors in adapters:
         h = iter(jax.lax.platform_dependent(x, [pair[0] for pair in factors if pair], groups, cpu=_inner_tiles, default=_inner_grouped))
-        inner.append(tuple(None if pair is None else checkpoint_name(next(h), "expert_inner") for pair in factors))
+        inner.append(tuple(None if pair is None else next(h) for pair in factors))
     out = []
     for k, base in enumerate(bases):
         terms = [_Terms(h[k], one.factors[k][1], one.groups) for h, one in zip(inner, adapters) if one.factors[k]]
@@ -98,6 +98,7 @@ def _forward(x, bases, sizes, adapters):
     trained = tuple((True,) if base["w"].perturbed else () for base in bases)  # as structure: a frozen base costs no product backwards
     args = jax.tree.map(lambda arg: arg.value, (x, bases, sizes, adapters), is_leaf=lambda arg: hasattr(arg, "perturbed"))
     out, inner = _products(*args)
+    inner = jax.tree.map(lambda h: checkpoint_name(h, "expert_inner"), inner)
     return out, (*args, inner, trained)
 
 
@@ -110,7 +111,7 @@ def _backward(residuals, g):
 
 
 def _dense(g: Any) -> jax.Array:
-    return jnp.zeros(g.shape, g.dtype) if isinstance(g, SymbolicZero) else g
+    return jnp.zeros(g.shape, jnp.dtype(str(g.dtype))) if isinstance(g, SymbolicZero) else g
 
 
 @jax.custom_batching.custom_vmap
