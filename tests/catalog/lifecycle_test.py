@@ -144,6 +144,36 @@ def test_promotion_and_rollback(catalog, clock):
         catalog.rollback("p", "candidate")
 
 
+def test_a_long_history_of_moves(catalog, rng):
+    """Eighty moves at random, against a stack."""
+    for step in range(5):
+        catalog.export("p", packed(step), step, create=True)
+    catalog.promote("p", 1)
+    stack, moves = [1], [(None, 1)]
+    for _ in range(80):
+        before = stack[-1]
+        if rng.random() < 0.5:
+            number = int(rng.integers(1, 6))
+            catalog.promote("p", number)
+            stack += [number] if number != before else []
+        else:
+            to = None if rng.random() < 0.6 else int(rng.integers(1, 6))
+            under = stack[:-1]
+            while to is not None and under and under[-1] != to:
+                under.pop()
+            if under:
+                assert catalog.rollback("p", to=to).number == under[-1]
+                stack = under
+                moves.append((before, stack[-1]))
+                continue
+            with pytest.raises(UserError, match=r"no revision before|did not point at"):
+                catalog.rollback("p", to=to)
+        if stack[-1] != before:
+            moves.append((before, stack[-1]))
+        assert catalog.resolve("p@serving").number == stack[-1]
+    assert [(entry.before, entry.after) for entry in catalog.history("p")] == moves
+
+
 def test_promoting_what_is_there_changes_nothing(catalog):
     revision = catalog.export("p", packed(1), 1, create=True)
     first = catalog.promote("p", revision.digest, "candidate")
