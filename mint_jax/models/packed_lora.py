@@ -243,7 +243,7 @@ def _inner_tiles(x, a, groups):
 def _with_terms_tiles(x, base, sizes, terms, onto, transposed, key):
     if "scale" in base and transposed:
         x = _scale_rows(x, base["scale"], sizes)
-    scaled = None if transposed or "scale" not in base else lambda group, out: out * at(base["scale"], group)
+    scaled = None if transposed or "scale" not in base else lambda group, out: out * at(base["scale"], group)[None]
     y = tiled_matmul(x, base["w"], sizes, None, transposed, onto, scaled, key)
     for h, w, groups in (one for one in terms if one.w.shape[1] > FEW_TERMS):
         y = over_tiles(
