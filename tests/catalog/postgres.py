@@ -3,6 +3,7 @@
 PostgreSQL refuses to run as root, so root starts it as another user. Where it cannot start, tests fail and say why.
 """
 
+import ctypes
 import importlib.util
 import os
 import pwd
@@ -10,6 +11,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -82,7 +84,7 @@ class Server:
         arguments = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
         with open(self.folder / "log", "a") as log:
             command = [str(self.bin / "postgres"), "-D", str(self.data), *arguments]
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self.folder, **self._user)
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self.folder, preexec_fn=_die_with_parent, **self._user)
         deadline = time.monotonic() + START_S
         while True:
             try:
@@ -118,6 +120,15 @@ class Server:
         if self._process is not None and self._process.poll() is None:
             self.halt()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+_LIBC = ctypes.CDLL(None)  # loaded before the fork
+
+
+def _die_with_parent() -> None:
+    """A test process that is killed leaves no server behind."""
+    if sys.platform == "linux":
+        _LIBC.prctl(1, int(signal.SIGQUIT))
 
 
 def _roomy(folder: str) -> str | None:
