@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mint_jax import params as params_lib
@@ -192,20 +191,15 @@ class Plan:
         return self._split(shape, ("batch", *(None,) * (len(shape) - 1)) if shape else (), dtype)
 
     def _cache(self, entry: jax.ShapeDtypeStruct, split_tokens: bool = True) -> jax.ShapeDtypeStruct:
-        """A cache part ``[L, rows, tokens, (K, H)]`` split by rows, and by kv heads or else by tokens.
-
-        Its layout is the one attention reads: heads outside tokens. Entered in another one, the compiler copies the whole
-        cache into this one and back at every call.
-        """
+        """A cache part ``[L, rows, (K,) tokens, H]`` split by rows, and by kv heads or else by tokens."""
         ways = self.mesh.shape["tensor"]
         axes: list[Any] = [None, sharding.partition(("batch",), self.mesh)[0], *(None,) * (len(entry.shape) - 2)]
-        if ways > 1 and len(axes) == 5 and entry.shape[3] % ways == 0:
-            axes[3] = "tensor"
-        elif ways > 1 and split_tokens and entry.shape[2] % ways == 0:
+        if ways > 1 and len(axes) == 5 and entry.shape[2] % ways == 0:
             axes[2] = "tensor"
+        elif ways > 1 and split_tokens and entry.shape[-2] % ways == 0:
+            axes[-2] = "tensor"
         place = NamedSharding(self.mesh, PartitionSpec(*axes))
-        order = (0, 1, 3, 2, 4) if len(axes) == 5 else tuple(range(len(axes)))
-        return jax.ShapeDtypeStruct(entry.shape, entry.dtype, sharding=Format(Layout(order), place))
+        return jax.ShapeDtypeStruct(entry.shape, entry.dtype, sharding=place)
 
     def _place(self, tree: Tree) -> Tree:
         """Abstract adapters or training state: factors, and what has their path, split like the base; the rest whole."""
@@ -226,5 +220,5 @@ def device_bytes(tree: Tree) -> int:
 
 
 def _shardings(tree: Tree) -> Tree:
-    """Output shardings like these arguments', with their layouts where they have one."""
-    return jax.tree.map(lambda x: x.sharding if x.format.layout is None else x.format, tree)
+    """Output shardings like these arguments'."""
+    return jax.tree.map(lambda x: x.sharding, tree)

@@ -144,7 +144,7 @@ def _absorbed(q_BTNH, q_BTNJ, own, past, p, lora, ctx: Context, cfg: ModelConfig
         return Partial(*(x.reshape(B, T, N, -1) for x in stats))
 
     latents, ropes = (*past["latent"], own["latent"]), (*past["rope"], own["rope"])
-    allowed = [valid(length, latent)[:, None, None, None] for length, latent in zip(ctx.lengths, latents)]
+    allowed = [valid(length, *latent.shape[:2])[:, None, None, None] for length, latent in zip(ctx.lengths, latents)]
     allowed.append(causal(T)[None, None, :, None])
     parts = list(map(part, latents, ropes, allowed, (None,) * len(allowed) if chosen is None else chosen))
     return _absorb_value(merge(parts).astype(q_BTNH.dtype), w_CNF[..., m.nope :], adapters, m)

@@ -43,7 +43,7 @@ class Decoding:
         lengths: ``[B]`` tokens drawn by each row.
         done: ``[B]`` bool.
         stopped: ``[B]`` bool: done by a stop id rather than by its length.
-        cache: ``{"dense": {"k": [L, B, C, K, H], "v": ...}}`` of the new tokens, or what else the attention caches.
+        cache: ``{"dense": {"k": [L, B, K, C, H], "v": ...}}`` of the new tokens, or what else the attention caches.
         routes: experts of the new tokens, ``[L, B, C, X]`` in ``route_dtype``; None unless asked for.
     """
 
@@ -103,8 +103,8 @@ def prefill(
     first = jnp.repeat(logits(params, lora, last)[:, 0], rollouts, axis=0)
     rows = Q * rollouts
 
-    def room(entry: jax.Array) -> jax.Array:  # [L, Q, T, ...] -> zeros [L, B, C, ...]
-        return jnp.zeros((entry.shape[0], rows, new_tokens, *entry.shape[3:]), entry.dtype)
+    def room(entry: jax.Array) -> jax.Array:  # [L, Q, ..., T, X] -> zeros [L, B, ..., C, X]
+        return jnp.zeros((entry.shape[0], rows, *entry.shape[2:-2], new_tokens, entry.shape[-1]), entry.dtype)
 
     state = Decoding(
         step=jnp.int32(0),
@@ -170,9 +170,9 @@ def decode(
 
 
 def _write(cache: Any, entries: Any, at: jax.Array) -> Any:
-    """Puts ``[L, B, 1, ...]`` entries at position ``at`` of ``[L, B, C, ...]`` caches."""
+    """Puts ``[L, B, ..., 1, X]`` entries at position ``at`` of ``[L, B, ..., C, X]`` caches."""
 
     def put(old: jax.Array, entry: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice_in_dim(old, entry.astype(old.dtype), at, axis=2)
+        return jax.lax.dynamic_update_slice_in_dim(old, entry.astype(old.dtype), at, axis=old.ndim - 2)
 
     return jax.tree.map(put, cache, entries)
