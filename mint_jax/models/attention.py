@@ -117,17 +117,23 @@ def cached_attention(q_BTNH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array, pa
     def part(k_QKSH: jax.Array, v_QKSH: jax.Array, allowed: jax.Array) -> Partial:
         Q, _, S, _ = k_QKSH.shape
         W = B // Q
+        rows, heads, positions, _ = axes = sharding.cache_axes(k_QKSH.shape)
+        k_QKSH, v_QKSH = sharding.constrain(k_QKSH, *axes), sharding.constrain(v_QKSH, *axes)
         q_QKMH = q_BTNH.reshape(Q, W, T, K, G, H).transpose(0, 3, 1, 2, 4, 5).reshape(Q, K, W * T * G, H)
+        q_QKMH = sharding.constrain(q_QKMH, rows, heads, None, None)
         s = jnp.einsum("QKMH,QKSH->QKMS", q_QKMH, k_QKSH, preferred_element_type=jnp.float32) * scale
-        stats = partial_softmax(
-            jnp.where(allowed, s.reshape(Q, K, W, T, G, S), MASKED).reshape(s.shape),
-            lambda p: jnp.einsum("QKMS,QKSH->QKMH", p.astype(v_QKSH.dtype), v_QKSH, preferred_element_type=jnp.float32),
-        )
+        s = sharding.constrain(s, rows, heads, None, positions)
+
+        def weigh(p: jax.Array) -> jax.Array:
+            o = jnp.einsum("QKMS,QKSH->QKMH", p.astype(v_QKSH.dtype), v_QKSH, preferred_element_type=jnp.float32)
+            return sharding.constrain(o, rows, heads, None, None)
+
+        stats = partial_softmax(jnp.where(allowed, s.reshape(Q, K, W, T, G, S), MASKED).reshape(s.shape), weigh)
         return Partial(*(x.reshape(Q, K, W, T, G, -1).transpose(0, 2, 3, 1, 4, 5).reshape(B, T, N, -1) for x in stats))
 
     parts = [part(k, v, valid(length, len(k), k.shape[2])[:, None, None, None, None]) for k, v, length in zip(past.k, past.v, past.length)]
     own = part(k_BKTH, v_BKTH, causal(T)[None, None, None, :, None])
-    return merge([*parts, own]).astype(q_BTNH.dtype)
+    return sharding.constrain(merge([*parts, own]).astype(q_BTNH.dtype), "batch", None, "q_heads", None)
 
 
 def partial_softmax(s: jax.Array, weigh: Callable[[jax.Array], jax.Array]) -> Partial:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from mint_jax import sharding
 from mint_jax.lora.apply import Bound
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.transformer import hidden_states, logits
@@ -66,7 +67,12 @@ def _split_routes(kept: Any, cfg: ModelConfig) -> tuple[Any, jax.Array | None]:
     """What ``hidden_states`` kept -> cache entries, and the MoE layers' experts."""
     cache = {kind: {name: x for name, x in entry.items() if name not in ("routes", "missed")} for kind, entry in kept.items()}
     routes = kept.get("moe", {}).get("routes")
-    return cache, None if routes is None else routes.astype(route_dtype(cfg))
+    return placed(cache), None if routes is None else routes.astype(route_dtype(cfg))
+
+
+def placed(cache: Any) -> Any:
+    """A cache split over the mesh as ``sharding.cache_axes`` says: prefill leaves it so, decoding finds and keeps it so."""
+    return jax.tree.map(lambda x: sharding.constrain(x, None, *sharding.cache_axes(x.shape[1:])), cache)
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "rollouts", "new_tokens", "keep_routes"))
@@ -113,7 +119,7 @@ def prefill(
         lengths=jnp.zeros((rows,), jnp.int32),
         done=limits.max_tokens <= 0,
         stopped=jnp.zeros((rows,), bool),
-        cache=jax.tree.map(room, prompt_cache),
+        cache=placed(jax.tree.map(room, prompt_cache)),
         routes=None if prompt_routes is None else room(prompt_routes),
     )
     return prompt_cache, _draw(state, first, sampling, limits), prompt_routes
@@ -163,7 +169,7 @@ def decode(
         h, kept = hidden_states(params, lora, token, position, cfg, cache=cache, lengths=lengths, keep_kv=True, keep_routes=record)
         new = _split_routes(kept, cfg)
         cache, routes = _write((state.cache, state.routes), new, state.step - 1)
-        state = dataclasses.replace(state, cache=cache, routes=routes)
+        state = dataclasses.replace(state, cache=placed(cache), routes=routes)
         return _draw(state, logits(params, lora, h)[:, 0], sampling, limits)
 
     return jax.lax.while_loop(lambda s: (s.step < until) & ~jnp.all(s.done), body, state)

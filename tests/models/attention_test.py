@@ -130,8 +130,8 @@ def test_cached_values_equal_a_plain_softmax_over_what_is_valid(T, rng):
     q, k, v = _normal(rng, B, T, N, H), _normal(rng, B, T, K, H), _normal(rng, B, T, K, H)
     out = CACHED(q, _heads_first(k), _heads_first(v), past, SCALE)
     for b in range(B):
-        seen_k, seen_v = ([_heads_first(x)[b * C // B, : n[b * C // B]] for C, x, n in zip(sizes, parts, lengths)] for parts in (past.k, past.v))
-        keys, values = np.concatenate([*seen_k, k[b]])[None], np.concatenate([*seen_v, v[b]])[None]
+        parts = [[_heads_first(x)[b * C // B, : n[b * C // B]] for C, x, n in zip(sizes, xs, lengths)] for xs in (past.k, past.v)]
+        keys, values = (np.concatenate([*seen, own[b]])[None] for seen, own in zip(parts, (k, v)))
         before = keys.shape[1] - T
         allowed = np.arange(before + T)[None] <= before + np.arange(T)[:, None]
         (want,) = _torch(q[b : b + 1], keys, values, allowed[None], SCALE)
