@@ -23,7 +23,7 @@ from mint_jax.models.config import Latent, ModelConfig
 from mint_jax.rollout import generate
 from mint_jax.rollout.sample import SamplingParams
 
-T, C = 128, 128
+T, C = 512, 256
 SIZES = {"vocab_size": 64, "d_model": 32, "num_layers": 2, "d_ff": 64}
 GROUPED = ModelConfig("qwen3", **SIZES, num_heads=16, num_kv_heads=4, head_dim=32, qk_norm=True)
 LATENT = ModelConfig(
