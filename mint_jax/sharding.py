@@ -20,6 +20,9 @@ RULES: dict[str, Axis] = {
     "batch": ("data", "fsdp", "expert"),
     "tokens": None,
     "act_embed": None,
+    # caches of keys and values: see cache_axes
+    "cache_rows": ("data", "fsdp", "expert", "tensor"),
+    "cache_tokens": "tensor",
     # base parameters
     "layers": None,
     "embed": "fsdp",
@@ -61,6 +64,24 @@ def parts_here(size: int, name: str) -> int:
     """Into how many parts the mesh that is set splits a dimension of ``size``; 1 where none is set."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else math.gcd(size, ways(name, mesh))
+
+
+def cache_axes(shape: Sequence[int]) -> tuple[str | None, ...]:
+    """The logical axes of one layer's cache part ``[rows, (heads,) positions, width]`` on the mesh that is set.
+
+    Each device of a tensor group keeps a part of its own: some heads, or some rows where heads do not divide or are shared
+    (four key heads over eight devices, say, or latents), or some positions where rows do not divide either. What travels
+    in decoding is then queries and sums of values, never the cache.
+    """
+    mesh, (rows, *heads, positions, _) = jax.sharding.get_abstract_mesh(), shape
+    whole: list[str | None] = [None] * len(heads)
+    if mesh.empty or ways("kv_heads", mesh) == 1:
+        return "batch", *whole, None, None
+    if heads and heads[0] % ways("kv_heads", mesh) == 0:
+        return "batch", "kv_heads", None, None
+    if rows % ways("cache_rows", mesh) == 0:
+        return "cache_rows", *whole, None, None
+    return "batch", *whole, "cache_tokens" if positions % ways("cache_tokens", mesh) == 0 else None, None
 
 
 def partition(axes: Sequence[str | None], mesh: Mesh) -> PartitionSpec:

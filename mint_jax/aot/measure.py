@@ -9,7 +9,7 @@ import dataclasses
 import math
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -111,6 +111,50 @@ class Measured:
             },
             "compile_s": round(self.compile_s, 1),
         }
+
+
+@dataclasses.dataclass(frozen=True)
+class Colocated:
+    """One process that trains and samples over one base: what is resident, and the most that any one program adds.
+
+    Attributes:
+        hbm: bytes of the device.
+        arguments: bytes resident on each device: the base once, training state, adapters in sampling, caches and batches.
+        temporaries: bytes of the program that needs most beside them, its temporaries and new outputs.
+    """
+
+    hbm: int
+    arguments: int
+    temporaries: int
+
+    @property
+    def total(self) -> int:
+        return self.arguments + self.temporaries
+
+    @property
+    def free(self) -> float:
+        """Fraction of the memory that stays free; negative where there is no room."""
+        return 1 - self.total / self.hbm
+
+    def fits(self, margin: float) -> bool:
+        """Whether this fraction of the memory stays free."""
+        return self.free >= margin
+
+    def json(self, margin: float) -> dict[str, Any]:
+        """What the job prints of it."""
+        return {"bytes": self.total, "free_hbm_fraction": round(self.free, 4), "fits": int(self.fits(margin))}
+
+
+def colocated(measured: Sequence[Measured], base_bytes: int) -> Colocated:
+    """What ``train``, ``optim``, ``prefill`` and ``decode`` hold together, one of them running at a time.
+
+    Resident are the arguments of ``train`` and of ``decode``, which both count the base. What ``prefill`` returns is an argument
+    of ``decode``; its own arguments are there too, but for the prompts' tokens, kilobytes that are left out.
+    """
+    by = {m.program: m for m in measured}
+    resident = by["train"].arguments + by["decode"].arguments - base_bytes
+    beside = [m.temporaries + (0 if m.program == "prefill" else m.outputs - m.aliased) for m in measured]
+    return Colocated(measured[0].hbm, resident, max(beside))
 
 
 def measure(program: Program, mesh: Mesh, target: Target) -> Measured:

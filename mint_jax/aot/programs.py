@@ -4,7 +4,7 @@ Nothing here allocates: parameters, training state, adapters and caches are ``Sh
 library lays out the real ones. Caches come from ``jax.eval_shape`` of ``prefill``, so a new kind of cache needs no change.
 
 Axes: P policies, B rows of a policy, T tokens, M targets of a row, N adapters, Q prompts, G rollouts of a prompt, L layers,
-C new tokens, K kv heads, H head dim.
+C new tokens, K kv heads.
 """
 
 import dataclasses
@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.layout import Format, Layout
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mint_jax import params as params_lib
@@ -149,7 +148,7 @@ class Plan:
         with jax.set_mesh(self.mesh):
             cache, state, _ = jax.eval_shape(fill, *args)
         cache = jax.tree.map(self._cache, cache)
-        own = jax.tree.map(functools.partial(self._cache, split_tokens=False), state.cache)
+        own = jax.tree.map(self._cache, state.cache)
         state = jax.tree.map(lambda x: self._rows(x.shape, x.dtype), dataclasses.replace(state, cache=None))
         state = dataclasses.replace(state, cache=own)
         one = self._whole((), jnp.int32)
@@ -191,21 +190,11 @@ class Plan:
     def _rows(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return self._split(shape, ("batch", *(None,) * (len(shape) - 1)) if shape else (), dtype)
 
-    def _cache(self, entry: jax.ShapeDtypeStruct, split_tokens: bool = True) -> jax.ShapeDtypeStruct:
-        """A cache part ``[L, rows, tokens, (K, H)]`` split by rows, and by kv heads or else by tokens.
-
-        Its layout is the one attention reads: heads outside tokens. Entered in another one, the compiler copies the whole
-        cache into this one and back at every call.
-        """
-        ways = self.mesh.shape["tensor"]
-        axes: list[Any] = [None, sharding.partition(("batch",), self.mesh)[0], *(None,) * (len(entry.shape) - 2)]
-        if ways > 1 and len(axes) == 5 and entry.shape[3] % ways == 0:
-            axes[3] = "tensor"
-        elif ways > 1 and split_tokens and entry.shape[2] % ways == 0:
-            axes[2] = "tensor"
-        place = NamedSharding(self.mesh, PartitionSpec(*axes))
-        order = (0, 1, 3, 2, 4) if len(axes) == 5 else tuple(range(len(axes)))
-        return jax.ShapeDtypeStruct(entry.shape, entry.dtype, sharding=Format(Layout(order), place))
+    def _cache(self, entry: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        """A cache ``[L, rows, (K,) tokens, C]`` as the programs leave it."""
+        with jax.set_mesh(self.mesh):
+            axes = sharding.cache_axes(entry.shape[1:])
+        return self._split(entry.shape, (None, *axes), entry.dtype)
 
     def _place(self, tree: Tree) -> Tree:
         """Abstract adapters or training state: factors, and what has their path, split like the base; the rest whole."""
@@ -226,5 +215,5 @@ def device_bytes(tree: Tree) -> int:
 
 
 def _shardings(tree: Tree) -> Tree:
-    """Output shardings like these arguments', with their layouts where they have one."""
-    return jax.tree.map(lambda x: x.sharding if x.format.layout is None else x.format, tree)
+    """Output shardings like these arguments'."""
+    return jax.tree.map(lambda x: x.sharding, tree)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from mint_jax.aot.measure import Measured
+from mint_jax.aot.measure import Colocated, Measured
 
 GIB = 1 << 30
 COLLECTIVES = (
@@ -18,26 +18,29 @@ COLLECTIVES = (
 
 
 def columns(measured: Sequence[Measured]) -> tuple[str, ...]:
-    """The head of the table: a column a program."""
-    return ("each device, one call", *(m.program for m in measured))
+    """The head of the table: a column a program, and one for all in one process."""
+    return ("each device, one call", *(m.program for m in measured), "colocated")
 
 
-def rows(measured: Sequence[Measured], margin: float) -> list[tuple[str, ...]]:
+def rows(measured: Sequence[Measured], together: Colocated, margin: float) -> list[tuple[str, ...]]:
     """A line a quantity; what a program that the compiler refused would have shown is a dash."""
 
-    def line(name: str, value: Callable[[Measured], str], always: bool = False) -> tuple[str, ...]:
-        return (name, *(value(m) if always or not m.refused else "-" for m in measured))
+    def line(name: str, value: Callable[[Measured], str]) -> tuple[str, ...]:
+        return (name, *("-" if m.refused else value(m) for m in measured), "-")
+
+    def memory(name: str, value: Callable[[Measured | Colocated], str]) -> tuple[str, ...]:
+        return (name, *map(value, (*measured, together)))
 
     def sent(kind: str) -> Callable[[Measured], str]:
         return lambda m: f"{int(m.counts[kind])}: {_number(m.sent[kind] / 1e9)} GB" if kind in m.counts else "0"
 
     used = [kind for kind in COLLECTIVES if any(kind in m.counts for m in measured)]
     return [
-        line("fits", lambda m: "yes" if m.fits(margin) else "does not fit", always=True),
-        line("needs, of HBM, GiB", lambda m: f"{_number(m.total / GIB)} / {m.hbm / GIB:.1f}", always=True),
-        line("free HBM, %", lambda m: _number(100 * m.free), always=True),
-        line("arguments, GiB", lambda m: _number(m.arguments / GIB), always=True),
-        line("temporaries, GiB", lambda m: _number(m.temporaries / GIB), always=True),
+        memory("fits", lambda m: "yes" if m.fits(margin) else "does not fit"),
+        memory("needs, of HBM, GiB", lambda m: f"{_number(m.total / GIB)} / {m.hbm / GIB:.1f}"),
+        memory("free HBM, %", lambda m: _number(100 * m.free)),
+        memory("arguments, GiB", lambda m: _number(m.arguments / GIB)),
+        memory("temporaries, GiB", lambda m: _number(m.temporaries / GIB)),
         line("outputs - aliased, GiB", lambda m: f"{_number(m.outputs / GIB)} - {_number(m.aliased / GIB)}"),
         line("TFLOP", lambda m: _number(m.flops / 1e12)),
         line("HBM traffic, at least, GB", lambda m: _number(m.hbm_bytes / 1e9)),

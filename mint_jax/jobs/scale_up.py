@@ -1,7 +1,8 @@
 """Would this base, with this many policies, fit that pod, and what would bound a step? Compiled, not run: no device is needed.
 
 The training step, the optimizer step, prefill and one token of decode are compiled for the named pod from shapes alone;
-the compiler's own memory figures, FLOPs, collectives and a roofline estimate are printed, drawn and saved.
+the compiler's own memory figures, FLOPs, collectives and a roofline estimate are printed, drawn and saved; so is what one
+process holds that both trains and samples.
 """
 
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from mint_jax import mesh as mesh_lib
 from mint_jax import params as params_lib
 from mint_jax.aot import chips
 from mint_jax.aot import report as aot_report
-from mint_jax.aot.measure import Measured, measure
+from mint_jax.aot.measure import Measured, colocated, measure
 from mint_jax.aot.programs import Plan, RolloutShape, TrainShape
 from mint_jax.errors import UserError, choice
 from mint_jax.jobs import common, report
@@ -119,6 +120,7 @@ def _result(question: Question, plan: Plan, target: chips.Target, measured: list
         "policies": question.train.policies,
         "adapters": question.rollout.adapters,
         "fits": int(all(m.fits(question.margin) for m in measured)),
+        "colocated": colocated(measured, plan.base_bytes).json(question.margin),
     } | {m.program: m.json(question.margin) for m in measured}
 
 
@@ -130,6 +132,8 @@ def _show(question: Question, result: dict[str, Any], measured: list[Measured], 
         f"{question.train.policies} policies in training, {question.rollout.adapters} adapters in sampling, rank {question.adapter.rank}, "
         f"{result['adapter_percent_of_base']} % of the base each"
     )
-    report.table(f"{base}\n{pod}\n{adapters}", aot_report.columns(measured), aot_report.rows(measured, question.margin))
+    together = colocated(measured, result["base_bytes_per_device"])
+    report.table(f"{base}\n{pod}\n{adapters}", aot_report.columns(measured), aot_report.rows(measured, together, question.margin))
+    say("colocated: base, training state, adapters in sampling and caches resident together, and the largest temporaries of one program")
     say("times are lower bounds: datasheet peaks, memory traffic of arguments and new outputs alone; decode is one token of every row")
     aot_report.picture(f"{base}\n{pod}; {adapters}", measured, workdir / "scale_up.png")

@@ -5,7 +5,8 @@ a prompt as the parent of its rollouts, a GRPO group keeps its prompt once. Scor
 against only the keys before them, and recomputed in the backward pass (FlashAttention, arXiv 2205.14135, section 3.1).
 
 With a cache, attention to each of its parts is a softmax of its own; ``merge`` makes one of them by the statistics that
-blocks leave (section 3.1 there, Algorithm 1 line 12), so that neither caches nor scores are ever concatenated.
+blocks leave (section 3.1 there, Algorithm 1 line 12), so that neither caches nor scores are ever concatenated. Cached keys
+and values are stored as decoding reads them, heads before positions: each head's are one matrix.
 
 Axes: B rows, T query tokens, S key positions, N query heads, K kv heads, G query heads per kv head, H head dim of queries
 and keys, V head dim of values, M = G T queries of a kv head, Q rows of a cache part, W = B / Q rows that share one of them.
@@ -59,7 +60,7 @@ class Past(NamedTuple):
     """Cached keys and values that precede the current tokens, in one or more parts.
 
     Attributes:
-        k, v: per part ``[Q, S, K, H]``, shared by ``W`` consecutive rows each.
+        k, v: per part ``[Q, K, S, H]``, shared by ``W`` consecutive rows each.
         length: per part ``[Q]`` or scalar int32: how many positions are valid.
     """
 
@@ -107,26 +108,32 @@ def packed_attention(
     return o.transpose(0, 3, 1, 2, 4).reshape(B, T, N, V)
 
 
-def cached_attention(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, past: Past, scale: float) -> jax.Array:
+def cached_attention(q_BTNH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array, past: Past, scale: float) -> jax.Array:
     """Attention of T new tokens to all valid cached positions and causally to each other; ``[B, T, N, H]``."""
     B, T, N, H = q_BTNH.shape
-    K = k_BTKH.shape[2]
+    K = k_BKTH.shape[1]
     G = N // K
 
-    def part(k_QSKH: jax.Array, v_QSKH: jax.Array, allowed: jax.Array) -> Partial:
-        Q, S = k_QSKH.shape[:2]
+    def part(k_QKSH: jax.Array, v_QKSH: jax.Array, allowed: jax.Array) -> Partial:
+        Q, _, S, _ = k_QKSH.shape
         W = B // Q
+        rows, heads, positions, _ = axes = sharding.cache_axes(k_QKSH.shape)
+        k_QKSH, v_QKSH = sharding.constrain(k_QKSH, *axes), sharding.constrain(v_QKSH, *axes)
         q_QKMH = q_BTNH.reshape(Q, W, T, K, G, H).transpose(0, 3, 1, 2, 4, 5).reshape(Q, K, W * T * G, H)
-        s = jnp.einsum("QKMH,QSKH->QKMS", q_QKMH, k_QSKH, preferred_element_type=jnp.float32) * scale
-        stats = partial_softmax(
-            jnp.where(allowed, s.reshape(Q, K, W, T, G, S), MASKED).reshape(s.shape),
-            lambda p: jnp.einsum("QKMS,QSKH->QKMH", p.astype(v_QSKH.dtype), v_QSKH, preferred_element_type=jnp.float32),
-        )
+        q_QKMH = sharding.constrain(q_QKMH, rows, heads, None, None)
+        s = jnp.einsum("QKMH,QKSH->QKMS", q_QKMH, k_QKSH, preferred_element_type=jnp.float32) * scale
+        s = sharding.constrain(s, rows, heads, None, positions)
+
+        def weigh(p: jax.Array) -> jax.Array:
+            o = jnp.einsum("QKMS,QKSH->QKMH", p.astype(v_QKSH.dtype), v_QKSH, preferred_element_type=jnp.float32)
+            return sharding.constrain(o, rows, heads, None, None)
+
+        stats = partial_softmax(jnp.where(allowed, s.reshape(Q, K, W, T, G, S), MASKED).reshape(s.shape), weigh)
         return Partial(*(x.reshape(Q, K, W, T, G, -1).transpose(0, 2, 3, 1, 4, 5).reshape(B, T, N, -1) for x in stats))
 
-    parts = [part(k, v, valid(length, k)[:, None, None, None, None]) for k, v, length in zip(past.k, past.v, past.length)]
-    own = part(k_BTKH, v_BTKH, causal(T)[None, None, None, :, None])
-    return merge([*parts, own]).astype(q_BTNH.dtype)
+    parts = [part(k, v, valid(length, len(k), k.shape[2])[:, None, None, None, None]) for k, v, length in zip(past.k, past.v, past.length)]
+    own = part(k_BKTH, v_BKTH, causal(T)[None, None, None, :, None])
+    return sharding.constrain(merge([*parts, own]).astype(q_BTNH.dtype), "batch", None, "q_heads", None)
 
 
 def partial_softmax(s: jax.Array, weigh: Callable[[jax.Array], jax.Array]) -> Partial:
@@ -148,9 +155,8 @@ def merge(parts: Sequence[Partial]) -> jax.Array:
     return whole.value / whole.total
 
 
-def valid(length: jax.Array, part_QS: jax.Array) -> jax.Array:
-    """``[Q, S]``: which positions of a cache part, ``[Q, S, ...]``, hold a token."""
-    Q, S = part_QS.shape[:2]
+def valid(length: jax.Array, Q: int, S: int) -> jax.Array:
+    """``[Q, S]``: which of a cache part's S positions hold a token."""
     return jnp.arange(S)[None] < jnp.broadcast_to(length, (Q,))[:, None]
 
 

@@ -211,7 +211,7 @@ def _choose_packed(q_BTIH, w_BTI, k_BSH, segments: Segments, topk: int) -> jax.A
 def _choose_cached(q_BTIH, w_BTI, keys: list[jax.Array], lengths: tuple[jax.Array, ...], topk: int) -> Chosen:
     """The choice over the parts of a cache and, last, the new tokens' own keys."""
     B, T = w_BTI.shape[:2]
-    allowed = [*(valid(length, k)[:, None, None] for length, k in zip(lengths, keys)), causal(T)[None, None]]
+    allowed = [*(valid(length, *k.shape[:2])[:, None, None] for length, k in zip(lengths, keys)), causal(T)[None, None]]
     parts = []
     for k_QSH, ok in zip(keys, allowed, strict=True):
         Q = k_QSH.shape[0]

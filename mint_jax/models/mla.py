@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from mint_jax import sharding
 from mint_jax.lora.apply import Bound, over_blocks
 from mint_jax.models import dsa
 from mint_jax.models.attention import MASKED, Context, Partial, causal, merge, packed_attention, partial_softmax, unpack_keys, valid
@@ -127,27 +128,34 @@ def _absorbed(q_BTNH, q_BTNJ, own, past, p, lora, ctx: Context, cfg: ModelConfig
     assert ctx.lengths is not None
     w_CNF = p["kv_b"]["w"].reshape(m.kv_latent, N, m.nope + m.value)
     adapters = None if lora is None else lora.at("kv_b")
-    q_BTNC = _absorb_key(q_BTNH, w_CNF[..., : m.nope], adapters, m)
+    q_BTNC = sharding.constrain(_absorb_key(q_BTNH, w_CNF[..., : m.nope], adapters, m), "batch", None, "q_heads", None)
     factor = scale(cfg)
 
     def part(latent_QSC, rope_QSJ, allowed, bits):
         Q, S = latent_QSC.shape[:2]
         if bits is not None:
             allowed = allowed & unpack_keys(bits, S).reshape(Q, B // Q, T, 1, S)
+        rows, positions, _ = axes = sharding.cache_axes(latent_QSC.shape)
+        latent_QSC, rope_QSJ = sharding.constrain(latent_QSC, *axes), sharding.constrain(rope_QSJ, *axes)
         q_C, q_J = (q.reshape(Q, B // Q, T, N, -1) for q in (q_BTNC, q_BTNJ))
+        q_C, q_J = (sharding.constrain(q, rows, None, None, None, None) for q in (q_C, q_J))
         s = jnp.einsum("QWTNC,QSC->QWTNS", q_C, latent_QSC, preferred_element_type=jnp.float32)
         s += jnp.einsum("QWTNJ,QSJ->QWTNS", q_J, rope_QSJ, preferred_element_type=jnp.float32)
-        stats = partial_softmax(
-            jnp.where(allowed, s * factor, MASKED),
-            lambda w: jnp.einsum("QWTNS,QSC->QWTNC", w.astype(latent_QSC.dtype), latent_QSC, preferred_element_type=jnp.float32),
-        )
+        s = sharding.constrain(s, rows, None, None, None, positions)
+
+        def weigh(w):
+            o = jnp.einsum("QWTNS,QSC->QWTNC", w.astype(latent_QSC.dtype), latent_QSC, preferred_element_type=jnp.float32)
+            return sharding.constrain(o, rows, None, None, None, None)
+
+        stats = partial_softmax(jnp.where(allowed, s * factor, MASKED), weigh)
         return Partial(*(x.reshape(B, T, N, -1) for x in stats))
 
     latents, ropes = (*past["latent"], own["latent"]), (*past["rope"], own["rope"])
-    allowed = [valid(length, latent)[:, None, None, None] for length, latent in zip(ctx.lengths, latents)]
+    allowed = [valid(length, *latent.shape[:2])[:, None, None, None] for length, latent in zip(ctx.lengths, latents)]
     allowed.append(causal(T)[None, None, :, None])
     parts = list(map(part, latents, ropes, allowed, (None,) * len(allowed) if chosen is None else chosen))
-    return _absorb_value(merge(parts).astype(q_BTNH.dtype), w_CNF[..., m.nope :], adapters, m)
+    o_BTNC = sharding.constrain(merge(parts).astype(q_BTNH.dtype), "batch", None, "q_heads", None)
+    return _absorb_value(o_BTNC, w_CNF[..., m.nope :], adapters, m)
 
 
 def _absorb_key(q_BTNH, w_CNH, adapters: Bound | None, m: Latent):

@@ -91,7 +91,7 @@ def hidden_states(
         tokens_BT, positions_BT: int32.
         lora: adapters bound to the rows; None for the bare base.
         segments: how rows are packed; by default each row is one segment. Without a cache only.
-        cache: ``{"dense": {name: (part, ...)}}``, names and each part's ``[L, Q, S, ...]`` as in what ``keep_kv`` returns; the
+        cache: ``{"dense": {name: (part, ...)}}``, names and each part's axes as in what ``keep_kv`` returns; the
             current tokens follow it.
         lengths: valid positions of each cache part.
         keep_kv: also return what a cache keeps of the current tokens.
@@ -100,7 +100,7 @@ def hidden_states(
         remat: a key of ``REMAT``.
 
     Returns:
-        ``[B, T, D]``, and per layer kind what was asked for: ``{"dense": {"k": [L, B, T, K, H], "v": ...}}``, under latent
+        ``[B, T, D]``, and per layer kind what was asked for: ``{"dense": {"k": [L, B, K, T, H], "v": ...}}``, under latent
         attention ``{"latent": [L, B, T, C], "rope": [L, B, T, J]}``, with ``index`` where keys are chosen; and for MoE
         layers ``"routes"``, int32 ``[L, B, T, X]``, and ``"missed"``, see ``router.Route``.
     """
@@ -163,14 +163,15 @@ def _attention(h_BTD, p, lora, past, ctx: Context, cfg: ModelConfig):
     if cfg.qk_norm:
         q, k = rms_norm(q, p["q_norm"], cfg.norm_eps), rms_norm(k, p["k_norm"], cfg.norm_eps)
     q, k = rotate(q, ctx.cos, ctx.sin), rotate(k, ctx.cos, ctx.sin)
+    kept = {"k": k.swapaxes(1, 2), "v": v.swapaxes(1, 2)}  # heads before positions, as decoding reads them
     scale = cfg.head_dim**-0.5
     if past is None:
         assert ctx.segments is not None
         out = packed_attention(q, k, v, ctx.segments, scale)
     else:
         assert ctx.lengths is not None
-        out = cached_attention(q, k, v, Past(past["k"], past["v"], ctx.lengths), scale)
-    return project(out.reshape(B, T, -1), p, lora, "o"), {"k": k, "v": v}
+        out = cached_attention(q, kept["k"], kept["v"], Past(past["k"], past["v"], ctx.lengths), scale)
+    return project(out.reshape(B, T, -1), p, lora, "o"), kept
 
 
 def embed(params: Any, lora: Bound | None, tokens_BT: jax.Array) -> jax.Array:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from mint_jax import sharding
 from mint_jax.lora.apply import Bound
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.transformer import hidden_states, logits
@@ -43,7 +44,7 @@ class Decoding:
         lengths: ``[B]`` tokens drawn by each row.
         done: ``[B]`` bool.
         stopped: ``[B]`` bool: done by a stop id rather than by its length.
-        cache: ``{"dense": {"k": [L, B, C, K, H], "v": ...}}`` of the new tokens, or what else the attention caches.
+        cache: ``{"dense": {"k": [L, B, K, C, H], "v": ...}}`` of the new tokens, or what else the attention caches.
         routes: experts of the new tokens, ``[L, B, C, X]`` in ``route_dtype``; None unless asked for.
     """
 
@@ -66,7 +67,12 @@ def _split_routes(kept: Any, cfg: ModelConfig) -> tuple[Any, jax.Array | None]:
     """What ``hidden_states`` kept -> cache entries, and the MoE layers' experts."""
     cache = {kind: {name: x for name, x in entry.items() if name not in ("routes", "missed")} for kind, entry in kept.items()}
     routes = kept.get("moe", {}).get("routes")
-    return cache, None if routes is None else routes.astype(route_dtype(cfg))
+    return placed(cache), None if routes is None else routes.astype(route_dtype(cfg))
+
+
+def placed(cache: Any) -> Any:
+    """A cache split over the mesh as ``sharding.cache_axes`` says: prefill leaves it so, decoding finds and keeps it so."""
+    return jax.tree.map(lambda x: sharding.constrain(x, None, *sharding.cache_axes(x.shape[1:])), cache)
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "rollouts", "new_tokens", "keep_routes"))
@@ -103,8 +109,8 @@ def prefill(
     first = jnp.repeat(logits(params, lora, last)[:, 0], rollouts, axis=0)
     rows = Q * rollouts
 
-    def room(entry: jax.Array) -> jax.Array:  # [L, Q, T, ...] -> zeros [L, B, C, ...]
-        return jnp.zeros((entry.shape[0], rows, new_tokens, *entry.shape[3:]), entry.dtype)
+    def room(entry: jax.Array) -> jax.Array:  # [L, Q, ..., T, X] -> zeros [L, B, ..., C, X]
+        return jnp.zeros((entry.shape[0], rows, *entry.shape[2:-2], new_tokens, entry.shape[-1]), entry.dtype)
 
     state = Decoding(
         step=jnp.int32(0),
@@ -113,7 +119,7 @@ def prefill(
         lengths=jnp.zeros((rows,), jnp.int32),
         done=limits.max_tokens <= 0,
         stopped=jnp.zeros((rows,), bool),
-        cache=jax.tree.map(room, prompt_cache),
+        cache=placed(jax.tree.map(room, prompt_cache)),
         routes=None if prompt_routes is None else room(prompt_routes),
     )
     return prompt_cache, _draw(state, first, sampling, limits), prompt_routes
@@ -163,16 +169,16 @@ def decode(
         h, kept = hidden_states(params, lora, token, position, cfg, cache=cache, lengths=lengths, keep_kv=True, keep_routes=record)
         new = _split_routes(kept, cfg)
         cache, routes = _write((state.cache, state.routes), new, state.step - 1)
-        state = dataclasses.replace(state, cache=cache, routes=routes)
+        state = dataclasses.replace(state, cache=placed(cache), routes=routes)
         return _draw(state, logits(params, lora, h)[:, 0], sampling, limits)
 
     return jax.lax.while_loop(lambda s: (s.step < until) & ~jnp.all(s.done), body, state)
 
 
 def _write(cache: Any, entries: Any, at: jax.Array) -> Any:
-    """Puts ``[L, B, 1, ...]`` entries at position ``at`` of ``[L, B, C, ...]`` caches."""
+    """Puts ``[L, B, ..., 1, X]`` entries at position ``at`` of ``[L, B, ..., C, X]`` caches."""
 
     def put(old: jax.Array, entry: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_slice_in_dim(old, entry.astype(old.dtype), at, axis=2)
+        return jax.lax.dynamic_update_slice_in_dim(old, entry.astype(old.dtype), at, axis=old.ndim - 2)
 
     return jax.tree.map(put, cache, entries)

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from mint_jax import mesh as mesh_lib
 from mint_jax.aot import chips, programs
-from mint_jax.aot.measure import Measured, measure
+from mint_jax.aot.measure import Measured, colocated, measure
 from mint_jax.errors import UserError
 from mint_jax.jobs import scale_up
 from mint_jax.models.config import from_hf
@@ -57,6 +57,13 @@ def test_a_tiny_model_on_four_chips(config, tmp_path, capsys):
         assert state < result[name]["aliased_bytes"] < 1.05 * state  # and scalars of each policy, padded
     caches = 2 * 2 * config.rollout.prompts * config.rollout.rollouts * config.rollout.new_tokens * 2 * 128 * 2 / 4
     assert caches <= result["decode"]["aliased_bytes"] < 1.02 * caches
+    together, most = result["colocated"], max(result[name]["temporary_bytes"] for name in PROGRAMS)
+    shared = result["base_bytes_per_device"]  # by training and sampling
+    resident = result["train"]["argument_bytes"] + result["decode"]["argument_bytes"] - shared
+    assert together["bytes"] == pytest.approx(resident + most, rel=0.01)  # and new metrics
+    assert shared + state + caches + most < together["bytes"] < result["train"]["bytes_per_device"] + result["decode"]["bytes_per_device"]
+    assert together["free_hbm_fraction"] == pytest.approx(1 - together["bytes"] / chips.CHIPS["v5e"].hbm, abs=1e-4)
+    assert together["fits"] == 1
     assert (tmp_path / "scale_up.png").stat().st_size > 10_000
     said = capsys.readouterr()
     assert "all-reduce" in said.err
@@ -73,6 +80,15 @@ def test_what_finds_no_room_says_how_much_it_needs():
     assert (m.arguments, m.fits(-10.0)) == (65536 * 4, False)
     assert m.temporaries >= 65536 * 65536 * 4
     assert m.json(0.05)["free_hbm_fraction"] < -0.5
+
+
+def test_what_fits_program_by_program_may_not_fit_together():
+    sizes = {"train": (50, 20, 5), "optim": (30, 5, 0), "prefill": (20, 30, 25), "decode": (45, 10, 0)}  # arguments, temporaries, new
+    measured = [Measured(name, 100, a, t, outputs=o + 10, aliased=10, total=a + t + o) for name, (a, t, o) in sizes.items()]
+    assert all(m.fits(0.2) for m in measured)
+    together = colocated(measured, base_bytes=10)
+    assert (together.arguments, together.temporaries) == (50 + 45 - 10, 30)
+    assert together.json(0.0) == {"bytes": 115, "free_hbm_fraction": -0.15, "fits": 0}
 
 
 def test_the_smallest_pod_that_holds_all(config, tmp_path, monkeypatch):

@@ -115,18 +115,23 @@ def test_other_segments_and_later_tokens_cannot_be_seen(rng):
     np.testing.assert_array_equal(attend(q, k, v, segments, 0.5)[:, 9], out[:, 9])
 
 
+def _heads_first(x):
+    """``[B, T, K, H]`` as caches keep it, ``[B, K, T, H]``, and back."""
+    return x.swapaxes(1, 2)
+
+
 @pytest.mark.parametrize("T", [1, 4])
 def test_cached_values_equal_a_plain_softmax_over_what_is_valid(T, rng):
     B, N, K, H = 6, 4, 2, 8
     sizes, rooms = (2, 6), (7, 5)  # prompts shared by three rows each, then the rows' own earlier tokens
     lengths = [np.array([7, 4], np.int32), rng.integers(0, 6, size=6).astype(np.int32)]
     lengths[1][:2] = 0, 5
-    past = Past(*(tuple(_normal(rng, C, S, K, H) for C, S in zip(sizes, rooms)) for _ in "kv"), tuple(lengths))
+    past = Past(*(tuple(_normal(rng, C, K, S, H) for C, S in zip(sizes, rooms)) for _ in "kv"), tuple(lengths))
     q, k, v = _normal(rng, B, T, N, H), _normal(rng, B, T, K, H), _normal(rng, B, T, K, H)
-    out = CACHED(q, k, v, past, SCALE)
+    out = CACHED(q, _heads_first(k), _heads_first(v), past, SCALE)
     for b in range(B):
-        seen_k, seen_v = ([x[b * C // B, : n[b * C // B]] for C, x, n in zip(sizes, parts, lengths)] for parts in (past.k, past.v))
-        keys, values = np.concatenate([*seen_k, k[b]])[None], np.concatenate([*seen_v, v[b]])[None]
+        parts = [[_heads_first(x)[b * C // B, : n[b * C // B]] for C, x, n in zip(sizes, xs, lengths)] for xs in (past.k, past.v)]
+        keys, values = (np.concatenate([*seen, own[b]])[None] for seen, own in zip(parts, (k, v)))
         before = keys.shape[1] - T
         allowed = np.arange(before + T)[None] <= before + np.arange(T)[:, None]
         (want,) = _torch(q[b : b + 1], keys, values, allowed[None], SCALE)
@@ -135,7 +140,7 @@ def test_cached_values_equal_a_plain_softmax_over_what_is_valid(T, rng):
 
 def test_a_scalar_length_holds_for_every_row(rng):
     q, k, v = _normal(rng, 3, 1, 2, 4), _normal(rng, 3, 1, 1, 4), _normal(rng, 3, 1, 1, 4)
-    cached = _normal(rng, 3, 5, 1, 4)
+    cached = _normal(rng, 3, 1, 5, 4)
     scalar = CACHED(q, k, v, Past((cached,), (cached,), (jnp.int32(3),)), SCALE)
     each = CACHED(q, k, v, Past((cached,), (cached,), (jnp.full((3,), 3, jnp.int32),)), SCALE)
     np.testing.assert_array_equal(scalar, each)
@@ -146,6 +151,7 @@ def test_cached_attention_continues_packed_attention(rng):
     q, k, v = _normal(rng, B, T, N, H), _normal(rng, B, T, K, H), _normal(rng, B, T, K, H)
     zeros = np.zeros((B, T), np.int32)
     full = jax.jit(packed_attention, static_argnums=4)(q, k, v, Segments(zeros, zeros), SCALE)
-    past = Past((k[:, :split],), (v[:, :split],), (jnp.int32(split),))
-    rest = CACHED(q[:, split:], k[:, split:], v[:, split:], past, SCALE)
+    k, v = _heads_first(k), _heads_first(v)
+    past = Past((k[:, :, :split],), (v[:, :, :split],), (jnp.int32(split),))
+    rest = CACHED(q[:, split:], k[:, :, split:], v[:, :, split:], past, SCALE)
     np.testing.assert_allclose(rest, full[:, split:], atol=1e-5)  # float32, sums in another order

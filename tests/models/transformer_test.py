@@ -201,7 +201,7 @@ def test_decoding_with_a_cache_equals_the_full_forward(name, hf_dirs, tiny_base,
     at = np.repeat(lengths, G)[:, None]
     part = jax.tree.map(lambda x: (x,), prompt_cache)
     chunk, own = run(base.params, new[:, :C], at + _arange((2 * G, C)), part, (lengths,), cfg=base.cfg)
-    room = lambda y: jnp.pad(y, [(0, 5 if axis == 2 else 0) for axis in range(y.ndim)])  # noqa: E731
+    room = lambda y: jnp.pad(y, [(0, 5 if axis == y.ndim - 2 else 0) for axis in range(y.ndim)])  # noqa: E731
     both = jax.tree.map(lambda x, y: (x, room(y)), prompt_cache, own)
     last, _ = run(base.params, new[:, C:], at + C, both, (lengths, jnp.int32(C)), cfg=base.cfg)
     for i, want in enumerate(theirs):
