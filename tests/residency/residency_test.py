@@ -1,11 +1,11 @@
 """The whole way from storage to slots: leases, joins, failures, quotas, pauses; then sampling from what was loaded."""
 
-import hashlib
 import threading
 from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
+from blake3 import blake3
 from prometheus_client import CollectorRegistry
 
 from mint_jax import params as params_lib
@@ -38,7 +38,7 @@ class Storage:
 
     def add(self, adapter, config, base) -> str:
         data = pack(adapter, Schema(base, config))
-        digest = hashlib.sha256(data).hexdigest()
+        digest = blake3(data).hexdigest()
         self.objects[digest] = data
         return digest
 
@@ -233,7 +233,7 @@ def test_what_does_not_fit_is_refused_with_the_reason_and_leaves_nothing(world, 
         data[-5] ^= 1
         w.storage.objects[digest] = bytes(data)
     elif kind == "not packed":
-        w.storage.objects[digest := hashlib.sha256(b"junk").hexdigest()] = b"junk"
+        w.storage.objects[digest := blake3(b"junk").hexdigest()] = b"junk"
     elif kind == "unknown":
         digest = "0" * 64
     w.storage.gate.clear()
