@@ -216,16 +216,25 @@ class Residency:
         futures: list[Future[Lease]] = []
         try:
             futures.extend(self.acquire(digest, tenant) for digest in digests)
-            while not all(future.done() for future in futures):
+            while pending := [future for future in futures if not future.done()]:
                 if not self.commit_ready():
-                    with self._changed:
-                        self._changed.wait_for(lambda: self._ready or all(f.done() for f in futures), timeout=1.0)
+                    self.wait_ready(pending)
             return [future.result() for future in futures]
         except BaseException:
             for future in futures:
                 if not future.cancel() and future.exception() is None:
                     future.result().release()
             raise
+
+    def wait_ready(self, pending: Sequence[Future], timeout: float = 1.0) -> bool:
+        """Sleeps until something can be committed, or one of these requests has ended, or for so many seconds.
+
+        Returns:
+            Whether ``commit_ready`` has something to do.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or any(future.done() for future in pending), timeout)
+            return bool(self._ready)
 
     def state(self) -> dict[str, Any]:
         """What is where: counts, bytes and queues."""
