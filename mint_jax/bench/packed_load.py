@@ -14,11 +14,13 @@ searched for NaN when a catalog takes them in, and by no side here). It is compa
 - ``ratio_peft_load_adapter``: PEFT's real ``load_adapter`` into a torch model, of a small dense adapter (it finishes in
   seconds there), against ours of the same adapter.
 
-``cold_over_1``: ``distinct`` cold revisions at once over one. All is in memory, so this is a matter of cores: the floor,
-``cold_over_1_floor``, is the CPU time of all loads spread evenly over the cores, over the time of one. It is low where one
-load cannot use all cores and high where it can. ``host_bytes_ratio``: growth of resident memory over the bytes that the host
-cache counts. ``cpu_seconds``, and the ``cpu_ratio``s from them, are of all threads of the process: they hold also where others
-use the machine, which ``load_average`` tells of.
+``cold_over_1``: ``distinct`` cold revisions at once over one. All is in memory, so this is a matter of cores: 16 loads that
+keep all cores busy, over one that keeps a single core busy, is ``cold_over_1_floor`` (from CPU times); where one load uses
+all cores, which makes both sides faster, the ratio is up to ``cold_over_1_cpu``.
+
+``host_bytes_ratio``: growth of resident memory over the bytes that the host cache counts. ``cpu_seconds``, and the
+``cpu_ratio``s from them, are of all threads of the process: they hold also where others use the machine, which
+``load_average`` tells of.
 
 ``decode_pause_p99``: the 99th percentile of a decode step of a small model, commit included, while cold loads go on, over
 that without. Short windows of steps take turns: quiet, loading, and quiet once more; ``decode_noise_p99``, the second quiet
@@ -252,7 +254,7 @@ def _loads(config: Any, files: _Files) -> dict[str, Any]:
         "ratio_672": timing.ratio(times, "middle", "packed"),
         "load_ms": round(1e3 * seconds["packed"], 2),
         many: timing.ratio(times, "all", "packed"),
-        f"{many}_floor": round(cpu["all"] / (os.cpu_count() or 1) / seconds["packed"], 3),
+        f"{many}_floor": round(cpu["all"] / cpu["packed"] / (os.cpu_count() or 1), 3),
         f"{many}_cpu": timing.ratio(work, "all", "packed"),
         f"same{config.distinct}_loads": again,
         "cpu_ratio_packed": timing.ratio(work, "per_tensor", "packed"),
