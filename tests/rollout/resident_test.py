@@ -132,3 +132,9 @@ def test_the_slot_of_a_request_is_the_samplers_to_choose(world, prompts):
     request = Request(prompts[0], Slot(64, 9), max_tokens=8, revision="f" * 64)
     [[c]] = NamedSampler(DenseEngine(world.base), world.residency).generate([request], [world.digests["one"]])
     assert c.revision == world.digests["one"]
+
+
+def test_several_processes_are_refused(world, monkeypatch):
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    with pytest.raises(UserError, match="one process, here are 2"):
+        NamedSampler(DenseEngine(world.base), world.residency)
