@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
-import jax
-
+from mint_jax import multihost
 from mint_jax.errors import UserError
 from mint_jax.lora.tree import Slot, Stacks
 from mint_jax.rollout.engine import Completion, DenseEngine, Request
@@ -55,7 +54,7 @@ class NamedSampler:
     def __init__(
         self, engine: DenseEngine, residency: Residents, resolve: Callable[[str], str] | None = None, commit_bytes: int | None = None
     ):
-        if (count := jax.process_count()) > 1:
+        if (count := multihost.count()) > 1:
             raise UserError(f"sampling by name is for an engine of one process, here are {count}: load adapters before sampling")
         self.engine, self.residency, self.commit_bytes = engine, residency, commit_bytes
         self._resolve = resolve or (lambda name: name)

@@ -135,6 +135,6 @@ def test_the_slot_of_a_request_is_the_samplers_to_choose(world, prompts):
 
 
 def test_several_processes_are_refused(world, monkeypatch):
-    monkeypatch.setattr("jax.process_count", lambda: 2)
+    monkeypatch.setattr("mint_jax.multihost.count", lambda: 2)
     with pytest.raises(UserError, match="one process, here are 2"):
         NamedSampler(DenseEngine(world.base), world.residency)
