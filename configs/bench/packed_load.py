@@ -23,14 +23,14 @@ def get_config(size: str = "default") -> ConfigDict:
     )
     config.small = ConfigDict({"count": 2000, "d_model": 256, "layers": 2})  # many little adapters in the host cache
     config.pause = ConfigDict(
-        {"layers": 6, "d_model": 768, "vocab_size": 16384, "rows": 16, "steps": 300, "blocks": 6, "piece_bytes": 2 << 20}
+        {"layers": 6, "d_model": 768, "vocab_size": 16384, "rows": 16, "window": 20, "windows": 40, "piece_bytes": 2 << 20}
     )
     config.peft = ConfigDict({"layers": 8, "d_model": 512, "rank": 8})
     if size == "ci":
         config.n = 5
         config.shape.update({"layers": 4, "experts": 16, "d_model": 256, "width": 96, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64})
         config.small.count = 500
-        config.pause.update({"layers": 2, "d_model": 128, "vocab_size": 512, "steps": 60, "blocks": 2, "piece_bytes": 64 << 10})
+        config.pause.update({"layers": 2, "d_model": 128, "vocab_size": 512, "window": 10, "windows": 6, "piece_bytes": 64 << 10})
         config.peft.update({"layers": 2, "d_model": 64})
     elif size != "default":
         raise ValueError(f"packed_load size {size!r}; expected default or ci")

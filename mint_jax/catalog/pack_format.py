@@ -6,7 +6,7 @@
                                                ^ body              ^ 48 bytes each   ^ 96 bytes, the last of the pack
 
 An object begins at a multiple of 64 bytes, one of 1 MiB and more at a multiple of 4096, so that it can be mapped alone.
-An entry is sha256, offset and length of one object. The footer holds the sha256 of all entries and of itself: who has a
+An entry is digest, offset and length of one object. The footer holds the BLAKE3 hash of all entries and of itself: who has a
 pack and no database knows what is in it, and a damaged trailer is noticed. Damage between the objects hits nothing.
 
 The name of a pack, ``<32 hex>-<bytes>`` or ``<32 hex>-<bytes>-<part bytes>``, says when its writing began (the first 12
@@ -15,7 +15,6 @@ parts: stores without appending, such as S3, get a long pack as equal parts of w
 that the pack is named by. A listing is enough to know all that.
 """
 
-import hashlib
 import re
 import secrets
 import struct
@@ -25,13 +24,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
 
 ALIGNMENT = 64
 MAPPED = 1 << 20  # bytes from which an object is aligned to pages
 PAGE = 4096
 MAX_PARTS = 1_000_000  # 8 TB
-MAGIC = b"mint-pack/1\n\0\0\0\0"
+MAGIC = b"mint-pack/2\n\0\0\0\0"
 ENTRY = np.dtype([("digest", "V32"), ("offset", "<u8"), ("length", "<u8")])
 FOOTER = struct.Struct("<16sQQQ24x32s")  # magic, entries, bytes before them, bytes in all, checksum
 _STEM = re.compile(r"[0-9a-f]{32}")
@@ -134,7 +134,7 @@ def trailer(entries: list[tuple[bytes, int, int]], body: int) -> bytes:
     """Entries and footer.
 
     Args:
-        entries: sha256 digest, offset and length of each object, in the order of their offsets.
+        entries: digest, offset and length of each object, in the order of their offsets.
         body: how many bytes lie before the trailer.
     """
     if any(len(digest) != 32 for digest, _, _ in entries):
@@ -142,7 +142,7 @@ def trailer(entries: list[tuple[bytes, int, int]], body: int) -> bytes:
     table = np.array(entries, ENTRY).tobytes()
     total = body + len(table) + FOOTER.size
     head = FOOTER.pack(MAGIC, len(entries), body, total, b"")[:-32]
-    return table + head + hashlib.sha256(table + head).digest()
+    return table + head + bytes.fromhex(blake3_of(table + head))
 
 
 def table_size(footer: bytes, name: Name) -> int:
@@ -165,7 +165,7 @@ def read_trailer(data: bytes, name: Name) -> list[tuple[str, Place]]:
     Raises:
         PackDamaged: any of its bits is not as written.
     """
-    if hashlib.sha256(data[:-32]).digest() != data[-32:]:
+    if blake3_of(data[:-32]) != data[-32:].hex():
         raise PackDamaged(f"the trailer of pack {name} is damaged: its checksum is wrong")
     body = name.size - len(data)
     table = np.frombuffer(data[: -FOOTER.size], ENTRY)

@@ -1,15 +1,14 @@
 """The packed object: one adapter revision as bytes.
 
 It is a valid safetensors file (see ``header``): the factors, one contiguous array per projection and A/B in the layout
-of ``lora.tree``, and one metadata entry ``schema`` that says base, rank, scale rule, targets, layout and dtype. Its
-sha256 is the revision's digest: the digest covers payload, schema and base, the same adapter always has the same bytes,
-and whoever loads it can verify it.
+of ``lora.tree``, and one metadata entry ``schema`` that says base, rank, scale rule, targets, layout and dtype. Its BLAKE3
+hash (why: see ``mint_jax.digest``) is the revision's digest: it covers payload, schema and base, the same adapter always
+has the same bytes, and whoever loads it can verify it.
 
 Conversion to and from PEFT's per-expert tensors is ``lora.peft``'s.
 """
 
 import dataclasses
-import hashlib
 import json
 import math
 from typing import Any
@@ -18,6 +17,7 @@ import numpy as np
 
 from mint_jax import params as params_lib
 from mint_jax.catalog import header
+from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
 from mint_jax.lora.tree import MAX_RANK, AdapterConfig
 
@@ -140,8 +140,8 @@ def unpack(data: Buffer) -> tuple[Any, Schema]:
 
 
 def digest_of(data: Buffer) -> str:
-    """The revision digest of a packed object: sha256, 64 hex digits."""
-    return hashlib.sha256(as_bytes(data).data).hexdigest()
+    """The revision digest of a packed object: BLAKE3, 64 hex digits."""
+    return blake3_of(as_bytes(data))
 
 
 def as_bytes(data: Buffer) -> np.ndarray:

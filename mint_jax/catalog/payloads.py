@@ -64,7 +64,7 @@ class PayloadStore:
 
         Args:
             objects: bytes-like, taken one by one: a generator need not hold them all.
-            digests: their sha256, where the caller has just computed it; trusted.
+            digests: theirs, where the caller has just computed it; trusted.
 
         Returns:
             One place each, in order.

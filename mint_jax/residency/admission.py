@@ -1,6 +1,5 @@
 """What must hold before an adapter may take a slot: its bytes are those its name says, and it fits base and slots (law 9)."""
 
-import hashlib
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,18 +7,14 @@ from typing import Any
 import numpy as np
 
 from mint_jax import params as params_lib
+from mint_jax.digest import blake3_alone
 from mint_jax.errors import UserError
 from mint_jax.lora import tree as lora_tree
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def sha256(buffer: np.ndarray) -> str:
-    """The revision digest of a packed object, 64 hex digits; lets other threads run meanwhile."""
-    return hashlib.sha256(buffer.data).hexdigest()
-
-
-def verify(digest: str, buffer: np.ndarray, digest_of: Callable[[np.ndarray], str] = sha256) -> None:
+def verify(digest: str, buffer: np.ndarray, digest_of: Callable[[np.ndarray], str] = blake3_alone) -> None:
     """Refuses bytes that are not the revision's.
 
     Raises:
@@ -45,10 +40,12 @@ class Admission:
         base: fingerprint of the base.
         base_specs: its ``ParamSpec`` tree.
         rooms: per rank bucket the paths of the projections that its slots hold.
+        finite: look at every number for NaN and infinities. On where bytes come from anybody. Off where they come from a
+            catalog that looked when it took them in: the digest, which every load verifies, says that they are the same.
     """
 
-    def __init__(self, base: str, base_specs: Any, rooms: Mapping[int, set[str]]):
-        self.base, self.base_specs, self.rooms = base, base_specs, dict(rooms)
+    def __init__(self, base: str, base_specs: Any, rooms: Mapping[int, set[str]], finite: bool = True):
+        self.base, self.base_specs, self.rooms, self.finite = base, base_specs, dict(rooms), finite
 
     def check(self, digest: str, adapter: Any, schema: Any) -> int:
         """Whether an unpacked adapter may take a slot.
@@ -71,7 +68,7 @@ class Admission:
         for path, leaf in params_lib.leaves_with_path(adapter):
             if np.asarray(leaf).dtype.name not in DTYPES:
                 raise UserError(f"{what}: {path} is stored as {np.asarray(leaf).dtype.name}; expected one of {', '.join(DTYPES)}")
-        bound = lora_tree.check_fits(adapter, config, self.base_specs, what)
+        bound = lora_tree.check_fits(adapter, config, self.base_specs, what, self.finite)
         paths = {path.rsplit("/", 1)[0] for path, _ in params_lib.leaves_with_path(adapter)}
         if homeless := sorted(paths - self.rooms[config.bucket]):
             raise UserError(f"{what} adapts {homeless[0]}, for which the slots have no room: configure it among their targets")

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mint_jax.residency.admission import Admission, sha256, verify
+from mint_jax.digest import blake3_alone
+from mint_jax.residency.admission import Admission, verify
 from mint_jax.residency.host_cache import HostCache
 from mint_jax.residency.metrics import Metrics
 
@@ -45,7 +46,7 @@ class HostTier:
         unpack: Unpack,
         admission: Admission,
         metrics: Metrics,
-        digest_of: Callable[[np.ndarray], str] = sha256,
+        digest_of: Callable[[np.ndarray], str] = blake3_alone,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.cache, self._fetch, self._unpack, self._admission = cache, fetch, unpack, admission

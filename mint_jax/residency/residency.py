@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from mint_jax.digest import blake3_alone, blake3_of
 from mint_jax.errors import UserError
 from mint_jax.lora.tree import Slot, Stacks
-from mint_jax.residency.admission import Admission, modules_of, sha256
+from mint_jax.residency.admission import Admission, modules_of
 from mint_jax.residency.host_cache import HostCache
 from mint_jax.residency.host_tier import Fetch, HostTier, Unpack
 from mint_jax.residency.lease import Lease
@@ -42,7 +43,8 @@ class Residency:
         workers, depth, size_of, niceness: see ``ColdLoads``.
         half_life_s: after so long without use a copy is worth half.
         metrics: where to count.
-        digest_of: the revision digest of packed bytes.
+        digest_of: the revision digest of packed bytes; by default BLAKE3, on all cores where the workers have no niceness, else in
+            the worker's thread, whose priority it keeps.
     """
 
     def __init__(
@@ -60,13 +62,14 @@ class Residency:
         clock: Callable[[], float] = time.monotonic,
         size_of: Callable[[str], int | None] | None = None,
         metrics: Metrics | None = None,
-        digest_of: Callable[[np.ndarray], str] = sha256,
+        digest_of: Callable[[np.ndarray], str] | None = None,
         niceness: int = 10,
     ):
         self.metrics = metrics or Metrics()
         self._clock = clock
         evicted = self.metrics.evictions
         self.host = HostCache(host_bytes, quotas, half_life_s, clock, lambda digest: evicted.labels("host").inc())
+        digest_of = digest_of or (blake3_alone if niceness else blake3_of)
         self._tier = HostTier(self.host, fetch, unpack, admission, self.metrics, digest_of, clock)
         self.slots = slots
         rooms = {bucket: stack.slots for bucket, stack in slots.stacks.items()}
@@ -213,16 +216,25 @@ class Residency:
         futures: list[Future[Lease]] = []
         try:
             futures.extend(self.acquire(digest, tenant) for digest in digests)
-            while not all(future.done() for future in futures):
+            while pending := [future for future in futures if not future.done()]:
                 if not self.commit_ready():
-                    with self._changed:
-                        self._changed.wait_for(lambda: self._ready or all(f.done() for f in futures), timeout=1.0)
+                    self.wait_ready(pending)
             return [future.result() for future in futures]
         except BaseException:
             for future in futures:
                 if not future.cancel() and future.exception() is None:
                     future.result().release()
             raise
+
+    def wait_ready(self, pending: Sequence[Future], timeout: float = 1.0) -> bool:
+        """Sleeps until something can be committed, or one of these requests has ended, or for so many seconds.
+
+        Returns:
+            Whether ``commit_ready`` has something to do.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or any(future.done() for future in pending), timeout)
+            return bool(self._ready)
 
     def state(self) -> dict[str, Any]:
         """What is where: counts, bytes and queues."""

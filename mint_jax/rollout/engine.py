@@ -20,7 +20,7 @@ from mint_jax.models.base import Base
 from mint_jax.rollout import generate as program
 from mint_jax.rollout.sample import SamplingParams
 
-CHECK_EVERY = 16  # tokens between two looks of the host at stop strings
+CHECK_EVERY = 16  # tokens between two looks of the host: at stop strings, and at what else it has to do between steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Request:
         seed: completion i uses ``seed + i``; the same seed gives the same tokens in any batch.
         stop_ids: token ids that end a completion; the id itself is kept.
         stop: strings that end a completion: its text ends before the string, its tokens with the one completing it.
+        revision: digest of the revision that is in the adapter's slot, for the completions to name (law 7).
     """
 
     prompt: tuple[int, ...]
@@ -49,6 +50,7 @@ class Request:
     seed: int = 0
     stop_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    revision: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +64,7 @@ class Completion:
         text: decoded text before a stop string; None without a tokenizer.
         routes: the experts that the input before each token visited, ``[tokens, L, X]``; None unless the engine records them.
         prompt_routes: those of the prompt but its last token, ``[prompt - 1, L, X]``; one array for all samples of a prompt.
+        revision: digest of the revision that was sampled, as its request said; None for the bare base.
     """
 
     tokens: list[int]
@@ -70,6 +73,7 @@ class Completion:
     text: str | None
     routes: np.ndarray | None = None
     prompt_routes: np.ndarray | None = None
+    revision: str | None = None
 
 
 class _Drawn(NamedTuple):
@@ -129,11 +133,14 @@ class DenseEngine:
         requests: Sequence[Request],
         stacks: Stacks | None = None,
         progress: Callable[[int, int], None] | None = None,
+        between_steps: Callable[[], Any] | None = None,
     ) -> list[list[Completion]]:
         """Samples every request; results are in the order of the requests, ``n`` completions each.
 
         Args:
             stacks: resident adapters, by bucket rank.
+            between_steps: called before each group and after at most ``CHECK_EVERY`` tokens a row, while the device has no step
+                under way: the place to write other slots of ``stacks``. The rows that run took copies of theirs.
             progress: called with (requests done, requests) after each group.
 
         Raises:
@@ -141,20 +148,23 @@ class DenseEngine:
                 strings without a tokenizer. Checked for all requests before the first is run.
         """
         for request in requests:
-            self._check(request, stacks or {})
+            self.check(request, stacks or {})
         out: list[list[Completion]] = [[] for _ in requests]
         done = 0
         for n in sorted({r.n for r in requests}):
             same = [i for i, r in enumerate(requests) if r.n == n]
             for group in self._groups(same, requests):
-                for i, completions in self._run(group, requests, stacks or {}):
+                if between_steps is not None:
+                    between_steps()
+                for i, completions in self._run(group, requests, stacks or {}, between_steps):
                     out[i] = completions
                 done += len(group)
                 if progress is not None:
                     progress(done, len(requests))
         return out
 
-    def _check(self, request: Request, stacks: Stacks) -> None:
+    def check(self, request: Request, stacks: Stacks) -> None:
+        """Refuses a request that cannot be sampled; see ``generate``."""
         context, vocab = self.base.cfg.context, self.base.cfg.vocab_size
         if not request.prompt:
             raise UserError("a prompt has no tokens: give at least one (a bos token, say)")
@@ -186,7 +196,9 @@ class DenseEngine:
             members = sorted(members, key=lambda i: (len(requests[i].prompt), requests[i].max_tokens))
         return [members[k : k + per_group] for k in range(0, len(members), per_group)]
 
-    def _run(self, group: list[int], requests: Sequence[Request], stacks: Stacks) -> Iterator[tuple[int, list[Completion]]]:
+    def _run(
+        self, group: list[int], requests: Sequence[Request], stacks: Stacks, between_steps: Callable[[], Any] | None
+    ) -> Iterator[tuple[int, list[Completion]]]:
         """Samples one group of requests with equal ``n``; yields each request's index and completions."""
         rollouts = requests[group[0]].n
         plan = plan_blocks([requests[i].adapter for i in group], self.base.row_multiple)
@@ -200,7 +212,7 @@ class DenseEngine:
             room = {"rollouts": rollouts, "new_tokens": min(C, self.base.cfg.context), "keep_routes": self.keep_routes}
             cache, state, prompt_routes = program.prefill(*args, prompts, lengths, sampling, limits, cfg=self.base.cfg, **room)
             watching = any(r and r.stop for r in rows)
-            steps = np.int32(CHECK_EVERY if watching else C)
+            steps = np.int32(CHECK_EVERY if watching or between_steps is not None else C)
             while True:
                 state = program.decode(*args, cache, lengths, state, sampling, limits, steps, cfg=self.base.cfg)
                 drawn = _Drawn(*multihost.to_host((state.tokens, state.logprobs, state.lengths, state.stopped, state.done)))
@@ -210,6 +222,8 @@ class DenseEngine:
                     state = dataclasses.replace(state, done=done)
                 if done.all():
                     break
+                if between_steps is not None:
+                    between_steps()
         recorded = None if prompt_routes is None else _Routes(*multihost.to_host((prompt_routes, state.routes)))
         for k, i in enumerate(plan.order):
             if i is not None:
@@ -243,7 +257,7 @@ class DenseEngine:
         cut, text = self._cut(tokens, request)
         if cut is not None:
             tokens, logprobs, stopped = tokens[:cut], logprobs[:cut], True
-        return Completion(tokens, logprobs, "stop" if stopped else "length", text)
+        return Completion(tokens, logprobs, "stop" if stopped else "length", text, revision=request.revision)
 
 
 def _arrays(order: Sequence[Request | None], rollouts: int, room: int) -> tuple[np.ndarray, np.ndarray, SamplingParams, program.Limits]:

@@ -1,11 +1,11 @@
 """Retention, garbage collection, compaction and verification."""
 
 import dataclasses
-import hashlib
 from pathlib import Path
 
 import numpy as np
 import pytest
+from blake3 import blake3
 
 from mint_jax.catalog import compaction, exports
 from mint_jax.catalog.exports import Export
@@ -49,11 +49,11 @@ def test_retention_keeps_the_last(ten):
     with pytest.raises(UserError, match="revision p@1 was removed by retention"):
         ten.resolve("p@1")
     with pytest.raises(UserError, match="no digest begins so"):
-        ten.resolve(hashlib.sha256(packed(1)).hexdigest())
+        ten.resolve(blake3(packed(1)).hexdigest())
     assert collect(ten, compact=False).revisions == []
     assert ten.export("p", packed(1), 1).number == 11  # bytes that went can come again, numbers are not given twice
     entry = next(entry for entry in ten.audit("p") if entry.action == "remove revisions")
-    assert entry.details["digests"][0] == hashlib.sha256(packed(7)).hexdigest()
+    assert entry.details["digests"][0] == blake3(packed(7)).hexdigest()
 
 
 def test_what_protects_a_revision(ten, clock):
@@ -95,7 +95,7 @@ def test_a_lease_ends_by_itself(ten, clock):
 
 
 def test_a_lease_keeps_the_bytes_of_a_retired_revision(ten):
-    ten.lease(hashlib.sha256(packed(9)).hexdigest(), "request", 60)
+    ten.lease(blake3(packed(9)).hexdigest(), "request", 60)
     ten.retire("p", 9)
     collect(ten)
     assert 9 in numbers(ten)
@@ -137,7 +137,7 @@ def test_an_alias_replays_though_its_revisions_went(ten, clock):
     clock.now += 10
     ten.promote("p", 10)
     collect(ten)
-    assert ten.alias_at("p", "serving", then).digest == hashlib.sha256(packed(1)).hexdigest()
+    assert ten.alias_at("p", "serving", then).digest == blake3(packed(1)).hexdigest()
     with pytest.raises(UserError, match="policy 'p' has no revision 1"):
         ten.rollback("p")
 

@@ -2,12 +2,12 @@
 
 import collections
 import concurrent.futures
-import hashlib
 import multiprocessing
 import threading
 
 import pytest
 import sqlalchemy as sa
+from blake3 import blake3
 
 from mint_jax.catalog import exports
 from mint_jax.catalog.exports import Export
@@ -151,7 +151,7 @@ def test_two_processes_export_the_same_policy(place):
     revisions = catalog.revisions("shared")
     assert [revision.number for revision in revisions] == list(range(1, 25))
     assert {revision.digest for revision in revisions} == {
-        hashlib.sha256(packed(1000 * worker + step)).hexdigest() for worker in range(2) for step in range(12)
+        blake3(packed(1000 * worker + step)).hexdigest() for worker in range(2) for step in range(12)
     }
     assert {entry.actor for entry in catalog.history("shared", "latest")} == {"worker 0", "worker 1"}
     assert list(catalog.verify()) == []
@@ -220,7 +220,7 @@ def test_everything_at_once(place, monkeypatch):
             made = catalog.export_many(items[worker:] + items[:worker])
             for revision in made:
                 lease = catalog.lease(f"{revision.policy}@latest", "reader")
-                assert hashlib.sha256(catalog.load(lease.digest).tobytes()).hexdigest() == lease.digest
+                assert blake3(catalog.load(lease.digest).tobytes()).hexdigest() == lease.digest
                 catalog.release(lease)
 
     def promote() -> int:

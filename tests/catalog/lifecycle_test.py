@@ -1,11 +1,11 @@
 """The catalog's methods one by one, on both databases."""
 
 import dataclasses
-import hashlib
 import json
 
 import numpy as np
 import pytest
+from blake3 import blake3
 
 from mint_jax.catalog.exports import Export
 from mint_jax.catalog.packed import Schema
@@ -16,7 +16,7 @@ from tests.catalog.conftest import same_bytes
 
 
 def sha(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
+    return blake3(data).hexdigest()
 
 
 def test_an_export_is_named_resolved_and_loaded(catalog, clock):

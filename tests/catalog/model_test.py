@@ -5,10 +5,10 @@ the model, and a refused call must have changed nothing.
 """
 
 import dataclasses
-import hashlib
 import shutil
 
 import pytest
+from blake3 import blake3
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -53,7 +53,7 @@ class Policy:
 
 
 def digest_of(value: int) -> str:
-    return hashlib.sha256(packed(value)).hexdigest()
+    return blake3(packed(value)).hexdigest()
 
 
 BYTES = {digest_of(value): packed(value) for value in range(6)}

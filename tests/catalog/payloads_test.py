@@ -1,6 +1,5 @@
 """Packs in a folder, in memory and in a bucket: exact, whole or not there, damage named, failures explained."""
 
-import hashlib
 import json
 import multiprocessing
 import os
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from blake3 import blake3
 
 from mint_jax.catalog import bucket, pack_format, payloads
 from mint_jax.catalog.pack_format import Name
@@ -65,7 +65,7 @@ def store(request, url_of, monkeypatch):
 
 
 def sha(data) -> str:
-    return hashlib.sha256(data).hexdigest()
+    return blake3(data).hexdigest()
 
 
 def random_objects(rng, count, largest=30_000) -> list[bytes]:

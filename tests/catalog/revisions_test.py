@@ -1,7 +1,6 @@
 """Adapter revisions: exact bytes, digests, damage, many writers at once, writers killed in the middle, a full disk."""
 
 import dataclasses
-import hashlib
 import json
 import multiprocessing
 import os
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
+from blake3 import blake3
 
 from mint_jax import params as params_lib
 from mint_jax.catalog.revisions import FILE, RevisionStore, Schema, digest_of, pack, unpack
@@ -95,7 +95,7 @@ def test_the_digest_covers_base_config_and_every_value(rng):
     ]
     digests = [digest_of(pack(tree, schema)) for schema in schemas] + [digest_of(pack(t, SCHEMA)) for t in (changed, other)]
     assert len(set(digests)) == len(digests)
-    assert digests[0] == hashlib.sha256(pack(tree, SCHEMA)).hexdigest()
+    assert digests[0] == blake3(pack(tree, SCHEMA)).hexdigest()
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_what_is_put_can_be_got(rng, store):
     assert list(store) == sorted(objects)
     assert list(RevisionStore(store.root)) == sorted(objects)
     for digest, data in objects.items():
-        assert digest == hashlib.sha256(data).hexdigest()
+        assert digest == blake3(data).hexdigest()
         assert pack(*store.get(digest)) == data
         assert (store.root / digest / FILE).read_bytes() == data
 

@@ -1,7 +1,6 @@
 """Laws 5, 6 and 9: a revision is its bytes, is there whole or not at all, never changes, and is refused where it does not fit."""
 
 import dataclasses
-import hashlib
 import os
 import signal
 import subprocess
@@ -11,6 +10,7 @@ import time
 import jax
 import numpy as np
 import pytest
+from blake3 import blake3
 
 from mint_jax.catalog.revisions import FILE, RevisionStore, Schema, pack
 from mint_jax.errors import UserError
@@ -43,7 +43,7 @@ def test_digest_covers_payload_schema_and_base(tiny_base, rng, tmp_path):
     schema = Schema("base one", CONFIG)
     store = RevisionStore(tmp_path)
     digest = store.put(pack(adapter, schema))
-    assert digest == hashlib.sha256((tmp_path / digest / FILE).read_bytes()).hexdigest()
+    assert digest == blake3((tmp_path / digest / FILE).read_bytes()).hexdigest()
     before = (tmp_path / digest / FILE).stat()
     assert RevisionStore(tmp_path).put(pack(jax.tree.map(np.array, adapter), Schema("base one", AdapterConfig(3)))) == digest
     assert (tmp_path / digest / FILE).stat() == before, "the same bytes are not written again"

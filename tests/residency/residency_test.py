@@ -1,11 +1,11 @@
 """The whole way from storage to slots: leases, joins, failures, quotas, pauses; then sampling from what was loaded."""
 
-import hashlib
 import threading
 from concurrent.futures import CancelledError
 
 import numpy as np
 import pytest
+from blake3 import blake3
 from prometheus_client import CollectorRegistry
 
 from mint_jax import params as params_lib
@@ -38,7 +38,7 @@ class Storage:
 
     def add(self, adapter, config, base) -> str:
         data = pack(adapter, Schema(base, config))
-        digest = hashlib.sha256(data).hexdigest()
+        digest = blake3(data).hexdigest()
         self.objects[digest] = data
         return digest
 
@@ -54,10 +54,10 @@ class Storage:
 class World:
     """A base, a storage with random adapters, and a residency over both."""
 
-    def __init__(self, rng, base, rooms=None, host_bytes=1 << 30, targets=("q", "v"), piece_bytes=None, **settings):
+    def __init__(self, rng, base, rooms=None, host_bytes=1 << 30, targets=("q", "v"), piece_bytes=None, finite=True, **settings):
         self.rng, self.base, self.specs, self.storage = rng, base, transformer.abstract(base.cfg), Storage()
         self.slots = DeviceSlots(self.specs, rooms or {2: 2}, targets, piece_bytes=piece_bytes)
-        admission = Admission(base.fingerprint, self.specs, {b: self.slots.targets(b) for b in self.slots.stacks})
+        admission = Admission(base.fingerprint, self.specs, {b: self.slots.targets(b) for b in self.slots.stacks}, finite)
         self.registry = CollectorRegistry()
         settings["metrics"] = Metrics(self.registry)
         self.residency = Residency(self.storage.fetch, unpack, admission, self.slots, host_bytes, **settings)
@@ -233,7 +233,7 @@ def test_what_does_not_fit_is_refused_with_the_reason_and_leaves_nothing(world, 
         data[-5] ^= 1
         w.storage.objects[digest] = bytes(data)
     elif kind == "not packed":
-        w.storage.objects[digest := hashlib.sha256(b"junk").hexdigest()] = b"junk"
+        w.storage.objects[digest := blake3(b"junk").hexdigest()] = b"junk"
     elif kind == "unknown":
         digest = "0" * 64
     w.storage.gate.clear()
@@ -248,6 +248,35 @@ def test_what_does_not_fit_is_refused_with_the_reason_and_leaves_nothing(world, 
     good = w.residency.acquire(w.new())  # the worker lives
     w.settle(good)
     assert w.holds(good.result())
+
+
+def test_what_a_catalog_took_in_is_not_searched_for_nan_again(world):
+    """Forced in there, it is loaded here; every other check stays."""
+    w = world(finite=False)
+
+    def change(adapter):
+        adapter["dense"]["attn"]["q"]["b"][0, 0, 0] = np.nan
+        return adapter
+
+    digest = w.new(change=change)
+    future = w.residency.acquire(digest)
+    w.settle(future)
+    slot = future.result().slot
+    assert np.isnan(np.asarray(w.residency.stacks[2].factors["dense"]["attn"]["q"]["b"])[0, slot.index, 0, 0])
+    with pytest.raises(UserError, match="was trained on base 111111111111"):
+        w.residency.acquire(w.new(base="1" * 64)).result(LONG)
+
+
+@pytest.mark.parametrize("niceness", [0, 19])
+def test_large_objects_are_verified_by_many_threads_or_by_the_nice_one(world, niceness, monkeypatch):
+    seen = []
+    monkeypatch.setattr("mint_jax.digest.blake3", lambda *args, **kwargs: seen.append(kwargs) or blake3(*args, **kwargs))
+    monkeypatch.setattr("mint_jax.digest.blake3.AUTO", blake3.AUTO, raising=False)
+    monkeypatch.setattr("mint_jax.digest.THREADED", 1)
+    w = world(niceness=niceness)
+    future = w.residency.acquire(w.new())
+    w.settle(future)
+    assert seen == ([{}] if niceness else [{"max_threads": blake3.AUTO}])
 
 
 def test_a_load_that_fails_on_the_device_frees_its_slot(world, monkeypatch):
