@@ -25,7 +25,6 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy import event, exc
-from sqlalchemy.dialects import postgresql, sqlite
 
 from mint_jax.catalog import tables
 from mint_jax.errors import UserError
@@ -282,7 +281,13 @@ def insert_new(connection: sa.Connection, table: sa.Table, rows: list[dict]) -> 
 
 def dialect_insert(connection: sa.Connection, table: sa.Table) -> Any:
     """An INSERT that knows ON CONFLICT."""
-    return (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)
+    if connection.dialect.name == "postgresql":
+        from sqlalchemy.dialects.postgresql import insert  # a seventh of a second to import, and SQLite does without
+
+        return insert(table)
+    from sqlalchemy.dialects.sqlite import insert
+
+    return insert(table)
 
 
 def chunks(items: Sequence[T], size: int = 500) -> Iterator[Sequence[T]]:
