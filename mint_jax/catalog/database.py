@@ -47,6 +47,10 @@ _SQLITE_REMEDIES = {
 }
 
 
+class DatabaseFailed(UserError):
+    """The database is locked, full, damaged or does not answer."""
+
+
 class Database:
     """One database, shared by all threads of a process.
 
@@ -188,10 +192,10 @@ class Database:
         if self.sqlite:
             for sign, remedy in _SQLITE_REMEDIES.items():
                 if sign in reason.lower():
-                    return UserError(f"database {self.name}: {reason}: {remedy}")
+                    return DatabaseFailed(f"database {self.name}: {reason}: {remedy}")
             return error
         if isinstance(error, exc.OperationalError | exc.InterfaceError) or error.connection_invalidated:
-            return UserError(f"database {self.name}: {reason}: check that the server runs, the address, and the user's rights")
+            return DatabaseFailed(f"database {self.name}: {reason}: check that the server runs, the address, and the user's rights")
         return error
 
     def _upgrade(self) -> None:

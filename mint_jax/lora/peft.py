@@ -128,9 +128,7 @@ def _per_module(factor: Any) -> np.ndarray:
     return factor.reshape(-1, *factor.shape[-2:])
 
 
-def read_peft(
-    directory: str | Path, names: Names, projections: Mapping[str, Projection], finite: bool = True
-) -> tuple[Any, AdapterConfig]:
+def read_peft(directory: str | Path, names: Names, projections: Mapping[str, Projection], finite: bool = True) -> tuple[Any, AdapterConfig]:
     """Reads a PEFT adapter.
 
     Args:

@@ -205,5 +205,7 @@ def verify(args: argparse.Namespace, catalog: Catalog) -> Result:
 def stats(args: argparse.Namespace, catalog: Catalog) -> Result:
     """Counts and bytes."""
     found = catalog.stats()
-    shown = [(name.replace("_", " "), f"{count:,}" + (f" ({size(count)})" if name.endswith("bytes") else "")) for name, count in found.items()]
+    shown = [
+        (name.replace("_", " "), f"{count:,}" + (f" ({size(count)})" if name.endswith("bytes") else "")) for name, count in found.items()
+    ]
     return Result(found, [table("", ("what", "#count"), shown)])

@@ -84,7 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     everywhere.add_argument("--catalog", default=argparse.SUPPRESS, metavar="PLACE", help="a folder, sqlite:///path or postgresql://…")
     everywhere.add_argument("--payloads", default=argparse.SUPPRESS, metavar="URL", help="where payloads are, if not in that folder")
     everywhere.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON document")
-    parser = argparse.ArgumentParser("python -m mint_jax.catalog", description="Policies, their revisions and aliases.", parents=[everywhere])
+    parser = argparse.ArgumentParser(
+        "python -m mint_jax.catalog", description="Policies, their revisions and aliases.", parents=[everywhere]
+    )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     def command(name: str, run: str, help: str) -> argparse.ArgumentParser:
