@@ -167,7 +167,7 @@ class Database:
             except exc.OperationalError:
                 status = "unreachable"
             time.sleep(0.1)
-        raise UserError(
+        raise DatabaseFailed(
             f"database {self.name} was lost during a commit and is {status} since {self.timeout_s:.0f} s: whether the change "
             "was made is unknown; look before repeating it"
         )

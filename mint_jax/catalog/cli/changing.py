@@ -119,7 +119,8 @@ def export(args: argparse.Namespace, catalog: Catalog) -> Result:
     adapter, schema = unpack(data)
     if schema.base != base.fingerprint:
         raise UserError(
-            f"{found.policy}@{found.number} was trained on base {schema.base[:12]}, {args.base!r} is {base.fingerprint[:12]}: give its own base"
+            f"{found.policy}@{found.number} was trained on base {schema.base[:12]}, {args.base!r} is {base.fingerprint[:12]}: "
+            "give its own base"
         )
     tree.check_fits(adapter, schema.config, base.specs, args.name, finite=False)
     peft.write_peft(args.directory, adapter, schema.config, base.tables[0], args.base)

@@ -101,7 +101,7 @@ def policy_name(template: str, path: Path, tenant: str | None) -> str:
 
     def fill(match: re.Match) -> str:
         if match[1] not in fields:
-            raise UserError(f"--policy {template[:80]!r} has {match[0][:40]!r}; known are {', '.join('{%s}' % name for name in fields)}")
+            raise UserError(f"--policy {template[:80]!r} has {match[0][:40]!r}; known are {{name}} and {{parent}}")
         return fields[match[1]]
 
     name = re.sub(r"\{([^{}]*)\}", fill, template)
@@ -131,7 +131,7 @@ def _read(planned: Sequence[tuple[Source, str]], args: argparse.Namespace) -> It
 
     base = None if args.base is None else outline(args.base, args.fingerprint)
     if base is not None:
-        base.tables, base.specs  # noqa: B018 - made once, before there are threads
+        assert base.tables and base.specs  # noqa: PT018 - made once, before there are threads
 
     def read(source: Source, policy: str) -> Ready | Refusal:
         try:

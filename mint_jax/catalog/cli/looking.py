@@ -36,7 +36,7 @@ def ls(args: argparse.Namespace, catalog: Catalog) -> Result:
     return _page({"policies": [policy_data(one) for one in page]}, [table("", columns, rows)], last)
 
 
-def _page(data: dict[str, Any], parts: list, last: str | None) -> Result:
+def _page(data: dict[str, Any], parts: list[Any], last: str | None) -> Result:
     """``next`` is what ``--after`` continues with; null at the end."""
     return Result(data | {"next": last}, parts + ([] if last is None else [f"There may be more: --after {last}"]))
 

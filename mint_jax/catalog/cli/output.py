@@ -4,6 +4,7 @@ Texts that strangers may have written (names, reasons, origins) are shown withou
 """
 
 import dataclasses
+import io
 import json
 import math
 import sys
@@ -28,7 +29,7 @@ class Result:
     """
 
     data: Any
-    parts: list[Table | str]
+    parts: Sequence[Table | str]
     code: int = 0
 
 
@@ -37,6 +38,8 @@ def show(result: Result, as_json: bool) -> None:
     if as_json:
         print(json.dumps(ready(result.data), indent=1, ensure_ascii=True, allow_nan=False), flush=True)
         return
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names are unicode, terminals not always
     # Piped, a table is as wide as its content: nothing is cut off or wrapped.
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 10_000, highlight=False)
     for part in result.parts:

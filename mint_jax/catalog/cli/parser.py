@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: the arguments are not understood (status 2), or only help was asked for.
     """
     parser = _parser()
-    args = parser.parse_args(argv)
+    args = parser.parse_args(argv, argparse.Namespace(catalog=None, payloads=None, json=False))
     if not args.catalog:
         parser.error("--catalog is missing: give a folder, sqlite:///path or postgresql://…")
     module, _, name = args.run.partition(":")
@@ -70,11 +70,11 @@ def _import(args: argparse.Namespace, command: Callable) -> Result:
 def _exists(place: str) -> bool:
     """Whether a catalog may be there; a server is asked when it is opened."""
     if place.startswith("sqlite:"):
-        import sqlalchemy as sa
+        from sqlalchemy import exc, make_url
 
         try:
-            return Path(sa.make_url(place).database or "").is_file()
-        except sa.exc.ArgumentError:
+            return Path(make_url(place).database or "").is_file()
+        except exc.ArgumentError:
             return True  # to be explained when it is opened
     return "://" in place or (Path(place) / "catalog.db").is_file()
 
@@ -97,7 +97,6 @@ def _parser() -> argparse.ArgumentParser:
     _add_looking(command)
     _add_changing(command)
     _add_files(command)
-    parser.set_defaults(json=False, payloads=None, catalog=None)
     return parser
 
 

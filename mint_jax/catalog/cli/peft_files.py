@@ -89,7 +89,7 @@ def _check_directory(source: Source, base: Outline, max_bytes: int) -> set[str]:
         raise UserError(
             f"rank {rank} in all layers of its projections takes {needed:,} bytes, and {max_bytes:,} are allowed: see --max-bytes"
         )
-    return {entry.get("dtype") for name, entry in fields.items() if ".lora_" in name and isinstance(entry, dict)}
+    return {str(entry.get("dtype")) for name, entry in fields.items() if ".lora_" in name and isinstance(entry, dict)}
 
 
 def _read_header(path: Path) -> dict[str, Any]:
