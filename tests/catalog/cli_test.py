@@ -282,7 +282,7 @@ def test_export_packed_is_the_bytes_and_replaces_nothing(told, run, tmp_path):
         (["diff", "chat@1", "feedfeedfeed"], "no digest begins so"),
         (["ls", "x" * 100_000], "100000 characters"),
         (["retire", "chat@1", "--why=" + "x" * 5000], "at most 4000"),
-        (["evaluations", "../../etc"], "'/'"),
+        (["evaluations", "../../etc"], "tenant '..' begins with '.'"),
     ],
 )
 def test_mistakes_are_one_line_and_status_2(run, argv, message):
