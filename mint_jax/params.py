@@ -5,13 +5,12 @@ A model is a nested dict; layers of one kind are one tree whose leaves have a le
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-Tree = Any  # a nested dict of arrays, specs or shardings
+from mint_jax.nested import Tree, leaves_with_path, map_with_path, nest  # noqa: F401 - the trees of this file's readers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,34 +50,6 @@ class ParamSpec:
             return jnp.ones(self.shape, self.dtype)
         fan_in = self.fan_in if self.fan_in is not None else self.shape[-2]
         return (jax.random.normal(key, self.shape, jnp.float32) * fan_in**-0.5).astype(self.dtype)
-
-
-def leaves_with_path(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields ``("dense/attn/q/w", leaf)`` of a nested dict."""
-    if isinstance(tree, dict):
-        for name, child in tree.items():
-            yield from leaves_with_path(child, f"{prefix}/{name}" if prefix else name)
-    else:
-        yield prefix, tree
-
-
-def map_with_path(fn: Callable[[str, Any], Any], tree: Tree, prefix: str = "") -> Tree:
-    """``fn(path, leaf)`` over a nested dict, in the same structure."""
-    if isinstance(tree, dict):
-        return {name: map_with_path(fn, child, f"{prefix}/{name}" if prefix else name) for name, child in tree.items()}
-    return fn(prefix, tree)
-
-
-def nest(flat: dict[str, Any]) -> Tree:
-    """``{"dense/attn/q": x}`` -> ``{"dense": {"attn": {"q": x}}}``."""
-    tree: Tree = {}
-    for path, value in flat.items():
-        *parents, name = path.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[name] = value
-    return tree
 
 
 def init(specs: Tree, key: jax.Array) -> Tree:

@@ -25,7 +25,6 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 from sqlalchemy import event, exc
-from sqlalchemy.dialects import postgresql, sqlite
 
 from mint_jax.catalog import tables
 from mint_jax.errors import UserError
@@ -46,6 +45,10 @@ _SQLITE_REMEDIES = {
     "full": "free disk space",
     "disk i/o": "check the disk and its free space",
 }
+
+
+class DatabaseFailed(UserError):
+    """The database is locked, full, damaged or does not answer."""
 
 
 class Database:
@@ -164,7 +167,7 @@ class Database:
             except exc.OperationalError:
                 status = "unreachable"
             time.sleep(0.1)
-        raise UserError(
+        raise DatabaseFailed(
             f"database {self.name} was lost during a commit and is {status} since {self.timeout_s:.0f} s: whether the change "
             "was made is unknown; look before repeating it"
         )
@@ -189,10 +192,10 @@ class Database:
         if self.sqlite:
             for sign, remedy in _SQLITE_REMEDIES.items():
                 if sign in reason.lower():
-                    return UserError(f"database {self.name}: {reason}: {remedy}")
+                    return DatabaseFailed(f"database {self.name}: {reason}: {remedy}")
             return error
         if isinstance(error, exc.OperationalError | exc.InterfaceError) or error.connection_invalidated:
-            return UserError(f"database {self.name}: {reason}: check that the server runs, the address, and the user's rights")
+            return DatabaseFailed(f"database {self.name}: {reason}: check that the server runs, the address, and the user's rights")
         return error
 
     def _upgrade(self) -> None:
@@ -282,7 +285,13 @@ def insert_new(connection: sa.Connection, table: sa.Table, rows: list[dict]) -> 
 
 def dialect_insert(connection: sa.Connection, table: sa.Table) -> Any:
     """An INSERT that knows ON CONFLICT."""
-    return (postgresql if connection.dialect.name == "postgresql" else sqlite).insert(table)
+    if connection.dialect.name == "postgresql":
+        from sqlalchemy.dialects.postgresql import insert  # a seventh of a second to import, and SQLite does without
+
+        return insert(table)
+    from sqlalchemy.dialects.sqlite import insert
+
+    return insert(table)
 
 
 def chunks(items: Sequence[T], size: int = 500) -> Iterator[Sequence[T]]:

@@ -93,9 +93,8 @@ def read(data: np.ndarray) -> tuple[dict[str, str], dict[str, Tensor], int]:
     head = data[:8].tobytes()
     size = int.from_bytes(head, "little")
     if size > min(data.size - 8, MAX_HEADER):
-        for start, what in _OTHERS:
-            if head.startswith(start):
-                raise UserError(f"it is {what}")
+        if (what := other_format(head)) is not None:
+            raise UserError(f"it is {what}")
         raise UserError(f"its header claims {size} bytes, the file has {data.size - 8} behind it and {MAX_HEADER} are allowed")
     fields = parse_json(data[8 : 8 + size].tobytes(), "its header")
     if not isinstance(fields, dict):
@@ -107,6 +106,11 @@ def read(data: np.ndarray) -> tuple[dict[str, str], dict[str, Tensor], int]:
     _check_names(tensors)
     _check_extents(tensors, data.size - 8 - size)
     return metadata, tensors, 8 + size
+
+
+def other_format(head: bytes) -> str | None:
+    """What a file that is no safetensors file is, in words, by its first 8 bytes; None where that is unknown."""
+    return next((what for start, what in _OTHERS if head.startswith(start)), None)
 
 
 def parse_json(text: bytes | str, what: str) -> Any:

@@ -265,6 +265,12 @@ class Catalog:
         named = [names.parse_revision(text, tenant) for text in texts]
         return self.database.read(lambda c: lookup.resolve_many(c, named, list(texts)))
 
+    def holds(self, pairs: Sequence[tuple[str, str]]) -> list[bool]:
+        """For each (policy, digest): whether the policy has a revision of these very bytes, a retired one too."""
+        keys = [(*names.parse_policy(policy), bytes.fromhex(digest)) for policy, digest in pairs]
+        found = self.database.read(lambda c: lookup.held(c, set(keys)))
+        return [key in found for key in keys]
+
     def load(self, name: str, tenant: str | None = None) -> np.ndarray:
         """The packed object a name stands for, ``uint8``, read-only, its digest verified; memory-mapped from a folder.
 
@@ -531,10 +537,14 @@ class Catalog:
 
     # Upkeep
 
-    def verify(self, name: str | None = None) -> Iterator[verify.Finding]:
-        """What is damaged: in one revision, or anywhere. Nothing is changed."""
+    def verify(self, name: str | None = None, progress: Callable[[int, int], None] | None = None) -> Iterator[verify.Finding]:
+        """What is damaged: in one revision, or anywhere. Nothing is changed.
+
+        Args:
+            progress: called with payloads and bytes checked so far, where everything is checked.
+        """
         if name is None:
-            return verify.verify_all(self.database, self.store)
+            return verify.verify_all(self.database, self.store, progress)
         return verify.verify_one(self.database, self.store, self.resolve(name))
 
     def gc(

@@ -129,3 +129,14 @@ def place_of(connection: sa.Connection, digest: str) -> Place:
     if found is None:
         raise UserError(f"payload {digest[:12]} is not in the catalog, or was removed")
     return Place(*found)
+
+
+def held(connection: sa.Connection, keys: set[tuple[str, str, bytes]]) -> set[tuple[str, str, bytes]]:
+    """Those of (tenant, policy, digest) where the policy has a revision of these bytes, retired ones too."""
+    found = set()
+    for chunk in chunks(sorted(keys), 200):
+        query = sa.select(policies.c.tenant, policies.c.name, revisions.c.digest)
+        query = query.select_from(sa.join(policies, revisions, revisions.c.policy_id == policies.c.id))
+        query = query.where(sa.tuple_(policies.c.tenant, policies.c.name, revisions.c.digest).in_(chunk))
+        found |= {(row.tenant, row.name, row.digest) for row in connection.execute(query)}
+    return found

@@ -141,3 +141,8 @@ def _short(text: str) -> str:
 def is_digest(text: str) -> bool:
     """Whether the text reads as a digest or a prefix of one."""
     return _DIGEST.fullmatch(text) is not None
+
+
+def is_number(text: str) -> bool:
+    """Whether the text reads as a revision's number."""
+    return _NUMBER.fullmatch(text) is not None

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from mint_jax import params as params_lib
+from mint_jax import nested
 from mint_jax.catalog import header
 from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
-from mint_jax.lora.tree import MAX_RANK, AdapterConfig
+from mint_jax.lora.config import MAX_RANK, AdapterConfig
 
 FORMAT = "mint-adapter/2"
 LAYOUT = "layers-experts-rank-first"  # A [L, R, D] and B [L, R, F]; routed experts [L, E, R, D] and [L, E, R, F]
@@ -105,7 +105,7 @@ def pack(adapter: Any, schema: Schema) -> bytes:
     text = schema.to_json()
     Schema.from_json(text)
     dtype = header.DTYPES[header.TAGS[schema.dtype]]
-    arrays = {path: np.asarray(leaf, dtype=dtype, order="C") for path, leaf in params_lib.leaves_with_path(adapter)}
+    arrays = {path: np.asarray(leaf, dtype=dtype, order="C") for path, leaf in nested.leaves_with_path(adapter)}
     head = header.write(arrays, {"schema": text})
     return b"".join([head, *(arrays[path].reshape(-1).view(np.uint8).data for path in header.layout(arrays))])
 
@@ -136,7 +136,7 @@ def unpack(data: Buffer) -> tuple[Any, Schema]:
     flat = {}
     for name, tensor in sorted(tensors.items()):
         flat[name] = view[start + tensor.begin : start + tensor.end].view(tensor.dtype).reshape(tensor.shape)
-    return params_lib.nest(flat), schema
+    return nested.nest(flat), schema
 
 
 def digest_of(data: Buffer) -> str:

@@ -20,7 +20,6 @@ from urllib.parse import unquote, urlsplit
 import numpy as np
 
 from mint_jax.catalog import pack_format
-from mint_jax.catalog.bucket import Bucket
 from mint_jax.catalog.folder import Folder
 from mint_jax.catalog.pack_format import Name, PackDamaged, Place
 from mint_jax.catalog.packed import Buffer, as_bytes, digest_of
@@ -214,6 +213,8 @@ def _open_storage(url: str, timeout: float) -> Storage:
         return Folder(Path(unquote(parts.path)))
     if parts.scheme not in ("s3", "gs", "memory") or not parts.netloc:
         raise UserError(f"{url} is no place for payloads; write a folder's path, s3://bucket/path, gs://bucket/path or memory://name")
+    from mint_jax.catalog.bucket import Bucket  # TensorStore takes a third of a second to import, and a folder does without
+
     return Bucket(url, parts.scheme, parts.netloc, parts.path.strip("/"), timeout)
 
 

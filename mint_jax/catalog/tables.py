@@ -8,7 +8,6 @@ it, so the log still reads after retention has removed a row.
 """
 
 import sqlalchemy as sa
-from sqlalchemy.dialects import postgresql
 
 HEAD = "0002"  # the newest migration: databases behind it are upgraded when opened, ones ahead are refused
 VERSION_TABLE = "catalog_version"
@@ -16,7 +15,7 @@ VERSION_TABLE = "catalog_version"
 metadata = sa.MetaData()
 
 _Id = sa.BigInteger().with_variant(sa.Integer(), "sqlite")  # SQLite counts rows for an INTEGER key alone
-_Name = sa.String().with_variant(postgresql.VARCHAR(collation="C"), "postgresql")
+_Name = sa.String().with_variant(sa.VARCHAR(collation="C"), "postgresql")
 
 
 class _Bytes(sa.LargeBinary):

@@ -4,7 +4,7 @@ Damage is named where it is: a flipped bit in one payload concerns the revisions
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import sqlalchemy as sa
 
@@ -42,13 +42,24 @@ def verify_one(database: Database, store: PayloadStore, found: Resolved) -> Iter
         yield Finding("payload", damage, found.digest, database.read(lambda c: _concerned(c, bytes.fromhex(found.digest))))
 
 
-def verify_all(database: Database, store: PayloadStore) -> Iterator[Finding]:
-    """Checks the database's own consistency, every pack's index and every payload's bytes. Reads everything once."""
+def verify_all(database: Database, store: PayloadStore, progress: Callable[[int, int], None] | None = None) -> Iterator[Finding]:
+    """Checks the database's own consistency, every pack's index and every payload's bytes. Reads everything once.
+
+    Args:
+        progress: called with payloads and bytes checked so far.
+    """
     yield from database.read(_database_damage)
-    last = 0
+    last = count = size = 0
+
+    def checked(length: int) -> None:
+        nonlocal count, size
+        count, size = count + 1, size + length
+        if progress is not None:
+            progress(count, size)
+
     while some := database.read(lambda c, last=last: _packs(c, last)):
         for pack in some:
-            yield from _verify_pack(database, store, pack)
+            yield from _verify_pack(database, store, pack, checked)
         last = some[-1].id
 
 
@@ -57,7 +68,7 @@ def _packs(connection: sa.Connection, after: int) -> list[sa.Row]:
     return list(connection.execute(query.order_by(packs.c.id).limit(PAGE)))
 
 
-def _verify_pack(database: Database, store: PayloadStore, pack: sa.Row) -> Iterator[Finding]:
+def _verify_pack(database: Database, store: PayloadStore, pack: sa.Row, checked: Callable[[int], None]) -> Iterator[Finding]:
     query = sa.select(payloads, schemas.c.json).outerjoin(schemas).where(payloads.c.pack_id == pack.id).order_by(payloads.c.offset)
     rows = database.read(lambda c: list(c.execute(query)))
     if not rows:
@@ -70,6 +81,7 @@ def _verify_pack(database: Database, store: PayloadStore, pack: sa.Row) -> Itera
     for row in rows:
         place, digest = Place(pack.name, row.offset, row.length), row.digest.hex()
         damage = _payload_damage(store, place, digest, row.json)
+        checked(row.length)
         if damage is None and index is not None and index.get(digest) != place:
             damage = f"pack {pack.name} has it at {index.get(digest)}, the database at {place}"
         # It may have been moved or removed since the rows were read.

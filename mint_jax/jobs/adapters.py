@@ -10,9 +10,10 @@ from mint_jax.errors import UserError
 from mint_jax.jobs.common import say
 from mint_jax.lora import peft
 from mint_jax.lora import tree as lora_tree
-from mint_jax.lora.tree import AdapterConfig, Projection, Slot, Stacks
-from mint_jax.models import hf, transformer
+from mint_jax.lora.tree import AdapterConfig, Slot, Stacks
+from mint_jax.models import transformer
 from mint_jax.models.base import Base
+from mint_jax.models.outline import peft_tables
 
 
 def read_adapter(path: str | Path, base: Base) -> tuple[Any, AdapterConfig]:
@@ -24,7 +25,7 @@ def read_adapter(path: str | Path, base: Base) -> tuple[Any, AdapterConfig]:
     path = Path(path)
     specs = transformer.abstract(base.cfg)
     if peft.is_peft(path):
-        names, shapes = peft_tables(base)
+        names, shapes = peft_tables(base.cfg)
         adapter, config = peft.read_peft(path, names, shapes)
     elif (path / revisions.FILE).is_file():
         adapter, schema = revisions.RevisionStore(path.parent).get(path.name)
@@ -39,13 +40,6 @@ def read_adapter(path: str | Path, base: Base) -> tuple[Any, AdapterConfig]:
     bound = lora_tree.check_fits(adapter, config, specs, str(path))
     say(f"adapter {path}: rank {config.rank}, {bound} modules bound")
     return adapter, config
-
-
-def peft_tables(base: Base) -> tuple[dict[str, list[str]], dict[str, Projection]]:
-    """Module names of every projection of a base, and the projections."""
-    specs = transformer.abstract(base.cfg)
-    projections = lora_tree.projections(specs, lora_tree.target_paths(specs))
-    return hf.module_names(base.cfg, projections), projections
 
 
 def make_resident(paths: Iterable[str | None], base: Base) -> tuple[Stacks, dict[str, Slot]]:

@@ -128,12 +128,13 @@ def _per_module(factor: Any) -> np.ndarray:
     return factor.reshape(-1, *factor.shape[-2:])
 
 
-def read_peft(directory: str | Path, names: Names, projections: Mapping[str, Projection]) -> tuple[Any, AdapterConfig]:
+def read_peft(directory: str | Path, names: Names, projections: Mapping[str, Projection], finite: bool = True) -> tuple[Any, AdapterConfig]:
     """Reads a PEFT adapter.
 
     Args:
         names: modules of every projection of the base that could be adapted.
         projections: those projections.
+        finite: refuse NaN and infinite weights.
 
     Returns:
         The factors, float32, and their config. Layers that the directory leaves out are zero, as are dense layers and
@@ -187,7 +188,8 @@ def read_peft(directory: str | Path, names: Names, projections: Mapping[str, Pro
             b_all[i, : a.shape[0]] = b.T.astype(np.float32) * np.float32(scale / mine.scale)
         flat |= {f"{path}/a": a_all.reshape(*stack, rank, D), f"{path}/b": b_all.reshape(*stack, rank, F)}
     adapter = params_lib.nest(flat)
-    check_finite(adapter, str(directory))
+    if finite:
+        check_finite(adapter, str(directory))
     return adapter, mine
 
 

@@ -23,39 +23,13 @@ from mint_jax import params as params_lib
 from mint_jax import sharding
 from mint_jax.errors import UserError
 from mint_jax.lora.apply import Bound
+from mint_jax.lora.config import LINEAR_TARGETS, MAX_RANK, AdapterConfig, bucket_of  # noqa: F401 - others import them from here
 from mint_jax.lora.finite import all_finite
 from mint_jax.params import ParamSpec
 
-MAX_RANK = 1024
-LINEAR_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 ALL_LINEAR = "all-linear"  # every projection but embedding, unembedding and router, whatever the base calls them
 UNUSUAL = ("embed", "unembed", "router")  # adapted only where a config names them
 SLOT_AXIS = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class AdapterConfig:
-    """What defines an adapter's shape and scale.
-
-    Attributes:
-        rank: R, at least 1.
-        alpha: scale numerator: the delta is ``alpha / rank * B A x``, or ``alpha / sqrt(rank)`` with ``rslora``
-            (arXiv 2312.03732).
-        targets: short names of the adapted projections, or ``all-linear``.
-    """
-
-    rank: int
-    alpha: float = 16.0
-    targets: tuple[str, ...] = LINEAR_TARGETS
-    rslora: bool = False
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
-
-    @property
-    def bucket(self) -> int:
-        return bucket_of(self.rank)
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -64,17 +38,6 @@ class Slot:
 
     bucket: int
     index: int
-
-
-def bucket_of(rank: int) -> int:
-    """The rank bucket that holds ``rank``: the next power of two.
-
-    Raises:
-        UserError: a rank below 1 or above ``MAX_RANK``.
-    """
-    if not 1 <= rank <= MAX_RANK:
-        raise UserError(f"rank is {rank}; expected 1 to {MAX_RANK} (a policy without an adapter is the base itself)")
-    return 1 << (rank - 1).bit_length()
 
 
 def target_paths(base_specs: Any) -> dict[str, list[str]]:

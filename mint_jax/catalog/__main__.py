@@ -1,0 +1,7 @@
+"""``python -m mint_jax.catalog``: see ``cli``."""
+
+import sys
+
+from mint_jax.catalog.cli.parser import main
+
+sys.exit(main())

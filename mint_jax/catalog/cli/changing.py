@@ -1,0 +1,148 @@
+"""Commands that change the catalog (promote, rollback, branch, retire, restore, pin, unpin, gc), and export."""
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+
+from mint_jax.catalog import names
+from mint_jax.catalog.cli.looking import policy_data
+from mint_jax.catalog.cli.output import Result, facts, size, table
+from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.catalog.packed import unpack
+from mint_jax.catalog.records import Alias
+from mint_jax.errors import UserError
+
+
+def promote(args: argparse.Namespace, catalog: Catalog) -> Result:
+    """Points an alias at a revision."""
+    policy, at, which = args.policy.partition("@")
+    if at and args.revision is not None:
+        raise UserError(f"two revisions are given, {which!r} and {args.revision!r}: name one")
+    revision = which if at else args.revision
+    if not revision:
+        raise UserError(f"which revision of {policy!r} shall {args.alias!r} name? give {policy}@NUMBER, an alias or a digest")
+    return _moved(catalog.promote(policy, _which(revision), args.alias, by=args.by, why=args.why))
+
+
+def rollback(args: argparse.Namespace, catalog: Catalog) -> Result:
+    """Points an alias back."""
+    to = None if args.to is None else _which(args.to)
+    return _moved(catalog.rollback(args.policy, args.alias, to=to, by=args.by, why=args.why))
+
+
+def _which(text: str) -> int | str:
+    return int(text) if names.is_number(text) else text
+
+
+def _moved(alias: Alias) -> Result:
+    return Result({"alias": alias}, [f"{alias.policy}@{alias.name} is revision {alias.number}, {alias.digest[:12]}"])
+
+
+def branch(args: argparse.Namespace, catalog: Catalog) -> Result:
+    """Makes a policy from a revision."""
+    made = catalog.branch(args.name, args.revision, keep_last=args.keep_last, by=args.by, why=args.why)
+    return Result({"policy": policy_data(made)}, [f"{made.policy} begins with the bytes of {made.parent}"])
+
+
+def _set(args: argparse.Namespace, change, done: str, needs_revision: bool) -> Result:
+    policy, at, which = args.name.partition("@")
+    if needs_revision and not at:
+        raise UserError(f"{args.name!r} names no revision: write {args.name}@NUMBER, or an alias")
+    if at and not which:
+        raise UserError(f"{args.name!r} ends with '@': write a number or an alias behind it, or leave it out")
+    if at:
+        change(policy, _which(which), by=args.by, why=args.why)
+    else:
+        change(policy, by=args.by, why=args.why)
+    return Result({"name": args.name, "is": done}, [f"{args.name} is {done}"])
+
+
+def retire(args: argparse.Namespace, catalog: Catalog) -> Result:
+    """Takes a policy or a revision out of use."""
+    return _set(args, catalog.retire, "retired", False)
+
+
+def restore(args: argparse.Namespace, catalog: Catalog) -> Result:
+    """Undoes ``retire``."""
+    return _set(args, catalog.restore, "restored", False)
+
+
+def pin(args: argparse.Namespace, catalog: Catalog) -> Result:
+    """Keeps a revision."""
+    return _set(args, catalog.pin, "pinned", True)
+
+
+def unpin(args: argparse.Namespace, catalog: Catalog) -> Result:
+    """Undoes ``pin``."""
+    return _set(args, catalog.unpin, "unpinned", True)
+
+
+def gc(args: argparse.Namespace, catalog: Catalog) -> Result:
+    """Removes what may go, and says what it was."""
+    report = catalog.gc(dry_run=args.dry_run, compact=not args.no_compact, grace_s=args.grace, by=args.by, why=args.why)
+    counts = [
+        ("revisions", len(report.revisions), None),
+        ("payloads", report.payloads, report.payload_bytes),
+        ("packs", report.packs, report.pack_bytes),
+        ("packs that were never committed, of these", report.abandoned, None),
+        ("other leftovers of killed writers", report.leftovers, None),
+        ("leases that had expired", report.leases, None),
+        ("ended operations", report.operations, None),
+        ("payloads moved into larger packs", report.moved, report.moved_bytes),
+        ("packs in their grace period", report.waiting, None),
+    ]
+    rows = [(what, f"{count:,}", None if bytes is None else size(bytes)) for what, count, bytes in counts]
+    title = "would be removed" if report.dry_run else "removed"
+    parts: list = [table(title, ("what", "#count", "#bytes"), rows)]
+    if report.revisions:
+        parts.append(table("", ("revision",), ((name,) for name in report.revisions)))
+    return Result(report, parts)
+
+
+def export(args: argparse.Namespace, catalog: Catalog) -> Result:
+    """Writes a revision to files."""
+    if (args.directory is None) == (args.packed is None):
+        raise UserError("give either a new directory, for PEFT, or --packed FILE")
+    found = catalog.resolve(args.name)
+    data = catalog.load(found.digest)
+    answer = {"policy": found.policy, "number": found.number, "digest": found.digest}
+    if args.packed is not None:
+        _write_new(Path(args.packed), data.data)
+        return Result(answer | {"packed": args.packed}, [f"wrote {args.packed}, {size(data.size)}, {found.digest}"])
+    if args.base is None:
+        raise UserError("a PEFT directory needs the base's names: give --base, or write --packed FILE")
+    from mint_jax.lora import peft, tree
+    from mint_jax.models.outline import outline
+
+    base = outline(args.base, args.fingerprint)
+    adapter, schema = unpack(data)
+    if schema.base != base.fingerprint:
+        raise UserError(
+            f"{found.policy}@{found.number} was trained on base {schema.base[:12]}, {args.base!r} is {base.fingerprint[:12]}: "
+            "give its own base"
+        )
+    tree.check_fits(adapter, schema.config, base.specs, args.name, finite=False)
+    peft.write_peft(args.directory, adapter, schema.config, base.tables[0], args.base)
+    shown = [("directory", args.directory), ("revision", f"{found.policy}@{found.number}"), ("digest", found.digest)]
+    return Result(answer | {"directory": args.directory}, [facts("wrote", shown)])
+
+
+def _write_new(target: Path, data: memoryview) -> None:
+    """Writes a file that appears whole or not at all, and is not there yet."""
+    if target.exists():
+        raise UserError(f"output {target} exists: choose a new file, or remove it")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, staging = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:100]}-")
+        try:
+            with open(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.chmod(staging, 0o644)
+            os.link(staging, target)  # unlike a rename it does not replace what appeared meanwhile
+        finally:
+            os.unlink(staging)
+    except OSError as error:
+        raise UserError(f"output {target} cannot be written ({error.strerror or error}): choose another place") from None

@@ -1,0 +1,156 @@
+"""One source -> factors, checked before anything large is read: PEFT directories and packed files that strangers wrote."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from mint_jax import nested
+from mint_jax.catalog import header
+from mint_jax.catalog.cli.sources import CONFIG, WEIGHTS, Source, pickle_refusal
+from mint_jax.catalog.packed import Schema, pack, unpack
+from mint_jax.errors import UserError
+from mint_jax.lora import peft, tree
+from mint_jax.lora.config import MAX_RANK
+from mint_jax.models.outline import Outline
+
+MAX_CONFIG = 4 << 20
+MAX_HEADER = 64 << 20  # Kimi-K2 has 138,000 factors of experts, 24 MB of header
+_HALVES = {"BF16": "bfloat16", "F16": "float16"}
+_DTYPES = {"float32": np.dtype(np.float32), "float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+
+
+def packed_object(source: Source, base: Outline | None, dtype: str, force: bool, max_bytes: int) -> bytes:
+    """The packed object of a source.
+
+    Args:
+        base: needed for PEFT directories; a packed file must fit it where it is given.
+        dtype: of the factors; ``keep``: the file's, where that is exact.
+        force: take NaN and infinite weights.
+
+    Raises:
+        UserError: why it is refused.
+        OSError: it cannot be read.
+    """
+    if not source.peft:
+        return _packed_file(source, base, force, max_bytes)
+    assert base is not None
+    tags = _check_directory(source, base, max_bytes)
+    names, projections = base.tables
+    adapter, config = peft.read_peft(source.path, names, projections, finite=not force)
+    tree.check_fits(adapter, config, base.specs, source.path.name, finite=False)
+    if dtype == "keep":
+        dtype = _HALVES[tags.pop()] if len(tags) == 1 and tags <= _HALVES.keys() else "float32"
+        if not _is_exact(adapter, dtype):  # factors of several scales were brought to one
+            dtype = "float32"
+    elif not force:
+        with np.errstate(over="ignore"):
+            narrow = nested.map_with_path(lambda _, leaf: leaf.astype(_DTYPES[dtype]), adapter)
+        tree.check_finite(narrow, f"{source.path.name} in {dtype}")
+    return pack(adapter, Schema(base.fingerprint, config, dtype))
+
+
+def _is_exact(adapter: Any, dtype: str) -> bool:
+    with np.errstate(over="ignore"):
+        leaves = (leaf for _, leaf in nested.leaves_with_path(adapter))
+        return dtype == "float32" or all(
+            np.array_equal(leaf, leaf.astype(_DTYPES[dtype]).astype(np.float32), equal_nan=True) for leaf in leaves
+        )
+
+
+def _packed_file(source: Source, base: Outline | None, force: bool, max_bytes: int) -> bytes:
+    data = source.file("", max_bytes).read_bytes()
+    adapter, schema = unpack(data)
+    if base is not None:
+        if schema.base != base.fingerprint:
+            raise UserError(
+                f"it was trained on base {schema.base[:12]}, {base.name!r} is {base.fingerprint[:12]}: give its own base, or none"
+            )
+        tree.check_fits(adapter, schema.config, base.specs, source.path.name, finite=False)
+    if not force:
+        tree.check_finite(adapter, source.path.name)
+    return data
+
+
+def _check_directory(source: Source, base: Outline, max_bytes: int) -> set[str]:
+    """Config and header of a PEFT directory, before ``peft`` reads it; dtypes of its factors, as safetensors calls them."""
+    config = header.parse_json(source.file(CONFIG, MAX_CONFIG).read_bytes(), CONFIG)
+    if not isinstance(config, dict):
+        raise UserError(f"{CONFIG} is not a JSON object")
+    rank = _check_config(config)
+    if not (source.path / WEIGHTS).exists() and (source.path / "adapter_model.bin").exists():
+        raise UserError(pickle_refusal("adapter_model.bin"))
+    fields = _read_header(source.file(WEIGHTS, max_bytes))
+    needed = _unpacked_bytes(set(fields), base, rank)
+    if needed > max_bytes:
+        raise UserError(
+            f"rank {rank} in all layers of its projections takes {needed:,} bytes, and {max_bytes:,} are allowed: see --max-bytes"
+        )
+    return {str(entry.get("dtype")) for name, entry in fields.items() if ".lora_" in name and isinstance(entry, dict)}
+
+
+def _read_header(path: Path) -> dict[str, Any]:
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        head = file.read(8)
+        if (what := header.other_format(head)) is not None:
+            raise UserError(f"{WEIGHTS} is {what}")
+        count = int.from_bytes(head, "little")
+        if len(head) < 8 or count > min(size - 8, MAX_HEADER):
+            raise UserError(
+                f"{WEIGHTS} is no safetensors file: its header claims {count} bytes, the file has {size} and {MAX_HEADER} are allowed"
+            )
+        fields = header.parse_json(file.read(count), f"the header of {WEIGHTS}")
+    if not isinstance(fields, dict):
+        raise UserError(f"the header of {WEIGHTS} is not a JSON object")
+    fields.pop("__metadata__", None)
+    return fields
+
+
+def _check_config(config: dict[str, Any]) -> int:
+    """Types and sizes of what ``lora`` reads; the largest rank."""
+    ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
+    if not isinstance(ranks, dict) or not isinstance(alphas, dict):
+        raise UserError(f"{CONFIG}: rank_pattern and alpha_pattern must be objects")
+    for pattern in [*ranks, *alphas]:
+        _check_pattern(pattern)
+    for name, rank in [("r", config.get("r")), *((f"rank_pattern of {pattern[:60]!r}", rank) for pattern, rank in ranks.items())]:
+        if type(rank) is not int or not 1 <= rank <= MAX_RANK:
+            raise UserError(f"{CONFIG}: {name} is {ascii(rank)[:60]}; expected 1 to {MAX_RANK}")
+    for name, alpha in [("lora_alpha", config.get("lora_alpha", 1)), *(("alpha_pattern", alpha) for alpha in alphas.values())]:
+        if type(alpha) not in (int, float) or abs(alpha) > 1e9 or not math.isfinite(alpha):
+            raise UserError(f"{CONFIG}: {name} is {ascii(alpha)[:60]}; expected a number")
+    parameters = config.get("target_parameters") or []
+    if not isinstance(parameters, list) or not all(isinstance(one, str) for one in parameters):
+        raise UserError(f"{CONFIG}: target_parameters is not a list of names")
+    if len(str(config.get("peft_version"))) > 100:
+        raise UserError(f"{CONFIG}: peft_version is not a version")
+    return max([config["r"], *ranks.values()])
+
+
+def _check_pattern(pattern: str) -> None:
+    """A regular expression that cannot keep the matcher busy: few repetitions, none of a group."""
+    if len(pattern) > 500 or len(re.findall(r"(?<!\\)[*+{]", pattern)) > 3 or re.search(r"\)[*+{]|\(\?[^:]|\\\d", pattern):
+        raise UserError(f"{CONFIG}: pattern {pattern[:60]!r} is too involved: write module names, and .* for a part of one")
+    try:
+        re.compile(rf"(.*\.)?({pattern})$")
+    except (re.error, RecursionError, OverflowError) as error:
+        raise UserError(f"{CONFIG}: pattern {pattern[:60]!r} is no regular expression ({error})") from None
+
+
+def _unpacked_bytes(tensors: set[str], base: Outline, rank: int) -> int:
+    """What the adapter takes in memory: all layers of each projection of which the file has one, at the largest rank."""
+    modules = {
+        re.sub(r"(\.base_layer)?\.lora_(embedding_)?[AB](\.weight)?$", "", name).removeprefix("base_model.model.") for name in tensors
+    }
+    names, projections = base.tables
+    targets = set()
+    for path, mine in names.items():
+        fused = len(projections[path].stack) == 2 and any(name.rsplit(".", 2)[0] in modules for name in mine)
+        if fused or any(name in modules for name in mine):
+            targets.add(path.rsplit("/", 1)[-1])
+    chosen = [projections[path] for path in names if path.rsplit("/", 1)[-1] in targets]
+    return sum(4 * rank * math.prod(one.stack) * (one.d_in + one.d_out) for one in chosen)

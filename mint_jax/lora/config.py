@@ -1,0 +1,44 @@
+"""What defines an adapter's shape and scale. Without jax: the catalog reads it of a million adapters and needs no device."""
+
+import dataclasses
+
+from mint_jax.errors import UserError
+
+MAX_RANK = 1024
+LINEAR_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterConfig:
+    """What defines an adapter's shape and scale.
+
+    Attributes:
+        rank: R, at least 1.
+        alpha: scale numerator: the delta is ``alpha / rank * B A x``, or ``alpha / sqrt(rank)`` with ``rslora``
+            (arXiv 2312.03732).
+        targets: short names of the adapted projections, or ``all-linear``.
+    """
+
+    rank: int
+    alpha: float = 16.0
+    targets: tuple[str, ...] = LINEAR_TARGETS
+    rslora: bool = False
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+    @property
+    def bucket(self) -> int:
+        return bucket_of(self.rank)
+
+
+def bucket_of(rank: int) -> int:
+    """The rank bucket that holds ``rank``: the next power of two.
+
+    Raises:
+        UserError: a rank below 1 or above ``MAX_RANK``.
+    """
+    if not 1 <= rank <= MAX_RANK:
+        raise UserError(f"rank is {rank}; expected 1 to {MAX_RANK} (a policy without an adapter is the base itself)")
+    return 1 << (rank - 1).bit_length()

@@ -1,0 +1,75 @@
+"""A base without its weights: what it takes to read, check and write adapters of it."""
+
+import dataclasses
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+from mint_jax.errors import UserError
+from mint_jax.lora import tree as lora_tree
+from mint_jax.lora.tree import Projection
+from mint_jax.models import base as base_lib
+from mint_jax.models import hf, transformer
+from mint_jax.models.config import ModelConfig, read_config
+
+
+@dataclasses.dataclass(frozen=True)
+class Outline:
+    """A base's dimensions and identity.
+
+    Attributes:
+        name: what the user asked for.
+        fingerprint: hex digest naming this base in revisions.
+    """
+
+    name: str
+    cfg: ModelConfig
+    fingerprint: str
+
+    @functools.cached_property
+    def specs(self) -> Any:
+        """The stacked ``ParamSpec`` tree."""
+        return transformer.abstract(self.cfg)
+
+    @functools.cached_property
+    def tables(self) -> tuple[dict[str, list[str]], dict[str, Projection]]:
+        """See ``peft_tables``."""
+        return peft_tables(self.cfg)
+
+
+def peft_tables(cfg: ModelConfig) -> tuple[dict[str, list[str]], dict[str, Projection]]:
+    """Module names of every projection of a base that can be adapted, and the projections."""
+    specs = transformer.abstract(cfg)
+    projections = lora_tree.projections(specs, lora_tree.target_paths(specs))
+    return hf.module_names(cfg, projections), projections
+
+
+def outline(name: str, fingerprint: str | None = None) -> Outline:
+    """A base by the name or directory that ``base.load`` takes. Reads ``config.json`` and 12 KiB of each tensor, no more.
+
+    Args:
+        fingerprint: what the base's weights have, where only its ``config.json`` is at hand.
+
+    Raises:
+        UserError: no such base, or no weights to take the fingerprint of.
+    """
+    directory = base_lib.resolve(name)
+    cfg = read_config(directory)
+    if any(directory.glob("*.safetensors")):
+        found = _fingerprint(directory)
+        if fingerprint is not None and fingerprint != found:
+            raise UserError(f"base {name!r} has fingerprint {found[:12]}, not {fingerprint[:12]}: it is another base")
+        return Outline(name, cfg, found)
+    if fingerprint is None:
+        raise UserError(f"base {name!r} has no *.safetensors in {directory}, which tell its fingerprint: give the fingerprint too")
+    if not re.fullmatch("[0-9a-f]{64}", fingerprint):
+        raise UserError(f"fingerprint {fingerprint[:80]!r} is not one: it has 64 hex digits, as `show` of a policy of this base says")
+    return Outline(name, cfg, fingerprint)
+
+
+def _fingerprint(directory: Path) -> str:
+    try:
+        return hf.fingerprint(directory)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"the weights in {directory} cannot be read ({error}): fetch the checkpoint again") from None

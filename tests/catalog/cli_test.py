@@ -1,0 +1,354 @@
+"""The command line: what every command prints, as a table and as JSON, its exit status, and what it says of mistakes."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mint_jax.catalog.cli import diff
+from mint_jax.catalog.cli.parser import main
+from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.catalog.packed import Schema, pack
+from mint_jax.lora.config import AdapterConfig
+from tests.catalog.adapters import SCHEMA, packed
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A catalog with a policy of three revisions, ``serving`` moved twice, and one with another tenant's."""
+    with Catalog.open(tmp_path / "catalog", actor="tester") as catalog:
+        for i in range(3):
+            catalog.export("chat", packed(i), 10 * i, create=True, origin="a run")
+        catalog.promote("chat", 1, why="first")
+        catalog.promote("chat", 2, by="ann", why="better")
+        catalog.export("acme/bot", packed(7), 1, create=True)
+    return tmp_path / "catalog"
+
+
+@pytest.fixture
+def run(folder, capsys):
+    """``run("ls", ...)`` -> status, stdout, stderr."""
+
+    def call(*argv: str) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main([f"--catalog={folder}", *map(str, argv)])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    return call
+
+
+@pytest.fixture
+def told(run):
+    """``told("ls", ...)`` -> the JSON document of a command that succeeds."""
+
+    def call(*argv: str):
+        code, out, err = run(*argv, "--json")
+        assert (code, err) == (0, "")
+        return json.loads(out)
+
+    return call
+
+
+def refused(run, *argv) -> str:
+    """What stderr says of a mistake: one line, status 2, nothing on stdout."""
+    code, out, err = run(*argv)
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    return err
+
+
+def test_ls_lists_policies_page_by_page(run, told):
+    page = told("ls", "--limit=1")
+    assert [one["policy"] for one in page["policies"]] == ["acme/bot"]
+    rest = told("ls", "--limit=1", f"--after={page['next']}")
+    assert [one["policy"] for one in rest["policies"]] == ["chat"]
+    assert rest["policies"][0]["revisions"] == 3
+    assert rest["policies"][0]["schema"]["rank"] == 1
+    assert told("ls", "--limit=1", f"--after={rest['next']}") == {"policies": [], "next": None}
+    assert [one["policy"] for one in told("ls", "--tenant=acme")["policies"]] == ["acme/bot"]
+    code, out, _ = run("ls")
+    assert code == 0
+    assert "acme/bot" in out
+    assert "chat" in out
+    assert "--after" not in out
+
+
+def test_ls_of_a_policy_lists_its_revisions(run, told):
+    assert [(one["number"], one["step"]) for one in told("ls", "chat")["revisions"]] == [(1, 0), (2, 10), (3, 20)]
+    page = told("ls", "chat", "--limit=2")
+    assert [one["number"] for one in told("ls", "chat", f"--after={page['next']}")["revisions"]] == [3]
+    assert "--after 2" in run("ls", "chat", "--limit=2")[1]
+    assert "--after is 'x'" in refused(run, "ls", "chat", "--after=x")
+    assert "leave --tenant" in refused(run, "ls", "chat", "--tenant=acme")
+
+
+def test_show_a_policy_and_a_revision(run, told, folder):
+    shown = told("show", "chat")
+    assert shown["policy"]["state"] == "active"
+    assert [(alias["name"], alias["number"]) for alias in shown["aliases"]] == [("latest", 3), ("serving", 2)]
+    assert [one["number"] for one in told("show", "chat", "--limit=2")["revisions"]] == [2, 3]
+    one = told("show", "chat@serving")
+    assert one["revision"]["number"] == 2
+    assert [alias["name"] for alias in one["aliases"]] == ["serving"]
+    digest = one["revision"]["digest"]
+    assert told("show", digest[:12])["revision"] == one["revision"] == told("show", "chat@2")["revision"]
+    assert digest in run("show", "chat@2")[1]
+    with Catalog.open(folder) as catalog:
+        catalog.open_session("chat", "trainer-7", 3600)
+    assert told("show", "chat")["policy"]["session_owner"] == "trainer-7"
+    assert "trainer-7 (number 1" in run("show", "chat")[1]
+
+
+def test_history_and_audit_tell_who_why_and_when(run, told):
+    moves = told("history", "chat")["moves"]
+    assert [(move["before"], move["after"], move["actor"], move["why"]) for move in moves] == [
+        (None, 1, "tester", "first"),
+        (1, 2, "ann", "better"),
+    ]
+    assert told("history", "chat", "serving", "--limit=1")["next"] == str(moves[0]["id"])
+    assert told("history", "chat", f"--at={moves[0]['at'] - 1}")["alias"] is None
+    assert told("history", "chat", f"--at={moves[1]['at'] + 1}")["alias"]["number"] == 2
+    assert "never had an alias 'nightly'" in refused(run, "history", "chat", "nightly")
+    entries = told("audit", "chat")["entries"]
+    assert [entry["action"] for entry in entries] == ["create", "export", "export", "export", "promote", "promote"]
+    assert len(told("audit")["entries"]) == len(entries) + 2
+    assert [e["id"] for e in told("audit", f"--after={entries[0]['id']}", "--limit=2")["entries"]] == [e["id"] for e in entries[1:3]]
+    assert "better" in run("audit")[1]
+
+
+def test_moves_name_their_author(told, folder):
+    assert told("promote", "chat@3", "--by=bob", "--why=try it")["alias"]["number"] == 3
+    assert told("rollback", "chat", "--by=bob", "--why=worse")["alias"]["number"] == 2
+    assert told("rollback", "chat", "--to=1")["alias"]["number"] == 1
+    assert told("promote", "chat", "2", "--alias=candidate")["alias"]["name"] == "candidate"
+    assert told("promote", "chat@candidate")["alias"]["number"] == 2
+    with Catalog.open(folder) as catalog:
+        moves = catalog.history("chat")
+        assert [(move.actor, move.why) for move in moves[2:4]] == [("bob", "try it"), ("bob", "worse")]
+
+
+def test_branch_retire_restore_pin(run, told, folder):
+    made = told("branch", "chat-2", "chat@2", "--keep-last=3")["policy"]
+    assert (made["parent"], made["keep_last"]) == ("chat@2", 3)
+    told("retire", "chat@1")
+    told("retire", "chat-2")
+    told("pin", "chat@2")
+    with Catalog.open(folder) as catalog:
+        assert catalog.revision("chat", 1).state == "retired"
+        assert catalog.policy("chat-2").state == "retired"
+        assert catalog.revision("chat", 2).pinned
+    assert told("show", "chat@1")["revision"]["state"] == "retired"
+    assert [one["policy"] for one in told("ls", "--state=retired")["policies"]] == ["chat-2"]
+    told("restore", "chat@1")
+    told("restore", "chat-2")
+    told("unpin", "chat@2")
+    with Catalog.open(folder) as catalog:
+        assert catalog.revision("chat", 1).state == "live"
+        assert catalog.policy("chat-2").state == "active"
+        assert not catalog.revision("chat", 2).pinned
+    assert "named by serving" in refused(run, "retire", "chat@2")
+    assert "names no revision" in refused(run, "pin", "chat")
+    assert "ends with '@'" in refused(run, "retire", "chat@")
+
+
+def test_gc_says_what_it_removes_and_a_dry_run_removes_nothing(run, told, folder):
+    with Catalog.open(folder) as catalog:
+        catalog.keep_last("chat", 1)
+    foretold = told("gc", "--dry-run", "--grace=0")
+    assert foretold["revisions"] == ["chat@1"]
+    assert foretold["payload_bytes"] == len(packed(0))
+    assert [one["number"] for one in told("ls", "chat")["revisions"]] == [1, 2, 3]
+    assert "would be removed" in run("gc", "--dry-run")[1]
+    done = told("gc", "--grace=0")
+    assert (done["revisions"], done["payload_bytes"]) == (foretold["revisions"], foretold["payload_bytes"])
+    assert [one["number"] for one in told("ls", "chat")["revisions"]] == [2, 3]
+
+
+def test_verify_names_what_is_damaged(run, folder):
+    code, out, _ = run("verify", "--json")
+    assert (code, json.loads(out)) == (0, {"payloads": 4, "bytes": 4 * len(packed(0)), "findings": []})
+    with Catalog.open(folder) as catalog:
+        found = catalog.resolve("chat@2")
+    (pack_file,) = [path for path in (folder / "payloads").rglob("*.pack") if found.place.pack in path.name]
+    data = bytearray(pack_file.read_bytes())
+    data[found.place.offset + found.place.length - 1] ^= 1
+    pack_file.chmod(0o600)
+    pack_file.write_bytes(data)
+    code, out, _ = run("verify", "--json")
+    assert code == 1
+    (finding,) = json.loads(out)["findings"]
+    assert (finding["kind"], finding["digest"], finding["revisions"]) == ("payload", found.digest, ["chat@2"])
+    code, out, err = run("verify")
+    assert code == 1
+    assert "chat@2" in out
+    assert "4 of 4" in err
+    assert run("verify", "chat@2")[0] == 1
+    assert run("verify", "chat@1")[0] == 0
+    assert "damaged" in refused(run, "export", "chat@2", f"--packed={folder / 'x'}")
+
+
+def test_stats_and_evaluations(told, run, folder):
+    assert told("stats")["revisions"] == 4
+    assert "revisions" in run("stats")[1]
+    assert told("evaluations", "chat") == {"evaluations": []}
+    with Catalog.open(folder) as catalog:
+        score = {"metrics": {"reward": 0.5, "n": 3}, "isolated": 0.5, "shared": 0.5}
+        catalog.record_evaluation("chat@2", renderer="plain", scorer="exact", dataset="ab" * 32, seed=3, **score)
+    (found,) = told("evaluations", "chat")["evaluations"]
+    assert (found["number"], found["metrics"], found["seed"]) == (2, {"reward": 0.5, "n": 3}, 3)
+    assert told("evaluations", "chat@2")["evaluations"] == [found] == told("show", "chat@2")["evaluations"]
+    assert "n 3, reward 0.5" in run("show", "chat")[1]
+
+
+def adapter_bytes(a, b, alpha: float = 2.0, path: str = "q") -> bytes:
+    rank = a.shape[1]
+    schema = Schema("ab" * 32, AdapterConfig(rank, alpha, (path,)))
+    return pack({"dense": {"attn": {path: {"a": a, "b": b}}}}, schema)
+
+
+def test_diff_compares_products_not_factors(told, run, folder, rng):
+    a1, b1 = rng.normal(size=(3, 2, 40)).astype(np.float32), rng.normal(size=(3, 2, 24)).astype(np.float32)
+    a2, b2 = rng.normal(size=(3, 5, 40)).astype(np.float32), rng.normal(size=(3, 5, 24)).astype(np.float32)
+    with Catalog.open(folder) as catalog:
+        catalog.export("one", adapter_bytes(a1, b1, 3.0), 1, create=True)
+        catalog.export("two", adapter_bytes(a2, b2, 7.0), 1, create=True)
+        catalog.export("same", adapter_bytes(2 * a1, b1 / 2, 3.0), 1, create=True)
+        catalog.export("other", adapter_bytes(a1, b1, 3.0, "v"), 1, create=True)
+        catalog.export("narrow", adapter_bytes(a1[..., :8].copy(), b1, 3.0), 1, create=True)
+    found = told("diff", "one@1", "two")
+    m1 = 1.5 * np.einsum("lrd,lrf->ldf", a1.astype(np.float64), b1)
+    m2 = 1.4 * np.einsum("lrd,lrf->ldf", a2.astype(np.float64), b2)
+    expected = [np.linalg.norm(m1), np.linalg.norm(m2), np.linalg.norm(m1 - m2), (m1 * m2).sum() / np.linalg.norm(m1) / np.linalg.norm(m2)]
+    for row, name in zip(found["projections"], ("dense/attn/q", "all"), strict=True):
+        assert row["projection"] == name
+        values = [row[key] for key in ("norm_a", "norm_b", "norm_difference", "cosine")]
+        np.testing.assert_allclose(values, expected, rtol=1e-10)  # double precision, a few hundred terms
+    assert found["schema"] == {"alpha": [3.0, 7.0], "rank": [2, 5]}
+    row = told("diff", "one", "same")["projections"][0]  # other factors, one product
+    assert row["norm_difference"] < 1e-12 * row["norm_a"]
+    assert row["cosine"] == pytest.approx(1.0, abs=1e-12)
+    assert told("diff", "one", "one")["same_bytes"] is True
+    assert told("diff", "one", "one")["projections"][0]["norm_difference"] == 0.0
+    q, v, whole = told("diff", "one", "other")["projections"]
+    assert (q["norm_b"], q["note"], q["cosine"]) == (0.0, "only in the first", None)
+    assert (v["norm_a"], v["note"]) == (0.0, "only in the second")
+    assert whole["norm_difference"] == pytest.approx(2**0.5 * np.linalg.norm(m1))
+    assert told("diff", "one", "narrow")["projections"][0]["norm_difference"] is None
+    assert "shapes differ" in run("diff", "one", "narrow")[1]
+    assert "alpha" in run("diff", "one", "two")[1]
+
+
+def test_diff_of_close_revisions_does_not_cancel(rng):
+    a, b = rng.normal(size=(1, 4, 30)), rng.normal(size=(1, 4, 20))
+    moved = b.copy()
+    moved[0, 0, 0] += 1e-10
+    row = diff.compare({"q": {"a": a, "b": b}}, 1.0, {"q": {"a": a, "b": moved}}, 1.0)[0]
+    # rounding is 1e-16 of the norms (about 50); a difference of Gram matrices would leave 1e-8 of them
+    assert row["norm_difference"] == pytest.approx(1e-10 * np.linalg.norm(a[0, 0]), rel=1e-3)
+
+
+def test_export_packed_is_the_bytes_and_replaces_nothing(told, run, tmp_path):
+    target = tmp_path / "out" / "one.safetensors"
+    assert told("export", "chat@2", f"--packed={target}")["number"] == 2
+    assert target.read_bytes() == packed(1)
+    assert sorted(path.name for path in target.parent.iterdir()) == [target.name]
+    assert "exists" in refused(run, "export", "chat@1", f"--packed={target}")
+    assert target.read_bytes() == packed(1)
+    assert "--base" in refused(run, "export", "chat", tmp_path / "peft")
+    assert "either" in refused(run, "export", "chat")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["show", "nobody"], "policy 'nobody' is not in the catalog"),
+        (["show", "chat@9"], "no revision"),
+        (["promote", "chat"], "which revision"),
+        (["promote", "chat@1", "2"], "two revisions"),
+        (["promote", "chat@99"], "no revision 99"),
+        (["rollback", "chat", "--alias=latestt"], "latestt"),
+        (["rollback", "chat", "--to=3"], "did not point at revision 3"),
+        (["branch", "chat", "chat@1"], "exists already"),
+        (["branch", "a/b/c", "chat@1"], "'/'"),
+        (["diff", "chat@1", "feedfeedfeed"], "no digest begins so"),
+        (["ls", "x" * 100_000], "100000 characters"),
+        (["retire", "chat@1", "--why=" + "x" * 5000], "at most 4000"),
+        (["evaluations", "../../etc"], "tenant '..' begins with '.'"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(run, argv, message):
+    assert message in refused(run, *argv)
+
+
+@pytest.mark.parametrize("argv", [[], ["fly"], ["promote"], ["ls", "--limit=0"], ["ls", "--limit=many"], ["gc", "--grace=-1"]])
+def test_arguments_that_are_not_understood_end_with_status_2(folder, capsys, argv):
+    with pytest.raises(SystemExit) as stopped:
+        main([f"--catalog={folder}", *argv])
+    assert stopped.value.code == 2
+    assert "usage:" in capsys.readouterr().err
+
+
+def test_a_catalog_that_is_not_there_is_not_made(tmp_path, capsys):
+    for place in (tmp_path / "nowhere", f"sqlite:///{tmp_path}/nowhere.db"):
+        assert main([f"--catalog={place}", f"--payloads={tmp_path}/payloads", "ls"]) == 2
+        assert "there is no catalog" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    assert main(["--catalog=nonsense://x", f"--payloads={tmp_path}/p", "ls"]) == 2
+    with pytest.raises(SystemExit):
+        main(["ls"])
+    assert "--catalog is missing" in capsys.readouterr().err
+
+
+def test_control_characters_do_not_reach_the_terminal(run, told, folder):
+    why = "\x1b[2Jgone\u202e"
+    told("promote", "chat@1", f"--why={why}")
+    code, out, _ = run("history", "chat")
+    assert code == 0
+    assert not re.search("[\x1b\u202e]", out)
+    assert "\\x1b[2Jgone\\u202e" in out
+    assert told("history", "chat")["moves"][-1]["why"] == why
+    assert "\x1b" not in refused(run, "show", "a\x1b[31m")
+
+
+def test_tables_are_not_markup(run, folder):
+    with Catalog.open(folder) as catalog:
+        catalog.create_policy("[bold]x[/bold]", SCHEMA)
+    assert "[bold]x[/bold]" in run("ls")[1]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
+
+
+def test_as_a_program_it_needs_no_jax_to_look(folder):
+    with Catalog.open(folder) as catalog:
+        catalog.create_policy("höflich", SCHEMA)
+    command = [sys.executable, "-X", "importtime", "-m", "mint_jax.catalog", "ls", f"--catalog={folder}"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "chat" in done.stdout
+    assert "h\\xf6flich" in done.stdout  # where the terminal has no such letter
+    imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
+    assert "mint_jax.catalog.lifecycle" in imported
+    assert not imported & {"jax", "flax", "tensorstore", "torch", "orbax"}
+    command = [sys.executable, "-m", "mint_jax.catalog", f"--catalog={folder}", "show", "nobody"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2
+    assert done.stderr == "error: policy 'nobody' is not in the catalog: list the policies, or create it\n"
+
+
+def test_a_reader_that_stops_early_is_no_error(folder):
+    command = [sys.executable, "-m", "mint_jax.catalog", f"--catalog={folder}", "audit", "--json"]
+    process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(300) == 0

@@ -1,0 +1,427 @@
+"""Import in bulk: exact, resumable after a kill, and strangers' files are refused one by one, each with its reason."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from mint_jax import nested
+from mint_jax.catalog.cli.parser import main
+from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.catalog.packed import Schema, pack, unpack
+from mint_jax.errors import UserError
+from mint_jax.lora.config import AdapterConfig
+from mint_jax.lora.peft import CONFIG, WEIGHTS
+from mint_jax.models.outline import outline
+from tests.catalog import peft_dirs
+from tests.catalog.adapters import packed
+from tests.catalog.peft_dirs import random_factors, write_adapter
+from tests.exchange import edit_config
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return peft_dirs.make_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture
+def run(tmp_path, capsys, base):
+    """``run("import", ...)`` -> status, JSON document (None after a mistake), stderr."""
+
+    def call(*argv, base_name: str | None = base.name) -> tuple[int, dict | None, str]:
+        capsys.readouterr()
+        more = [] if base_name is None else [f"--base={base_name}"]
+        code = main([f"--catalog={tmp_path / 'catalog'}", *map(str, argv), "--json", *more])
+        out, err = capsys.readouterr()
+        return code, json.loads(out) if out else None, err
+
+    return call
+
+
+@pytest.fixture
+def many(tmp_path) -> Path:
+    return tmp_path / "many"
+
+
+def policies(tmp_path) -> dict[str, int]:
+    """Names and how many revisions each has."""
+    with Catalog.open(tmp_path / "catalog") as catalog:
+        return {one.policy: one.revisions for one in catalog.policies(limit=10_000)}
+
+
+def refusal(run, *argv, **options) -> str:
+    """Why the only source was refused."""
+    code, told, _ = run("import", *argv, **options)
+    assert code == 1
+    assert (told["imported"], told["present"]) == (0, 0)
+    (one,) = told["refused"]
+    return one["reason"]
+
+
+def test_import_then_export_gives_the_same_files(run, base, many, tmp_path):
+    write_adapter(many / "a", base, 1)
+    config = AdapterConfig(5, 3.0, ("o", "down", "embed"), rslora=True)
+    write_adapter(many / "b", base, 2, config)
+    code, told, err = run("import", many)
+    assert (code, told["imported"], told["refused"]) == (0, 2, [])
+    assert "import: 2 of 2" in err
+    for name in "ab":
+        code, _, _ = run("export", name, tmp_path / "out" / name)
+        assert code == 0
+        theirs, ours = load_file(many / name / WEIGHTS), load_file(tmp_path / "out" / name / WEIGHTS)
+        assert theirs.keys() == ours.keys()
+        for key, value in theirs.items():
+            assert (value.dtype, value.shape, value.tobytes()) == (ours[key].dtype, ours[key].shape, ours[key].tobytes())
+        assert json.loads((many / name / CONFIG).read_text()) == json.loads((tmp_path / "out" / name / CONFIG).read_text())
+    with Catalog.open(tmp_path / "catalog") as catalog:
+        adapter, schema = unpack(catalog.load("b"))
+    assert sorted(schema.config.targets) == sorted(config.targets)  # in the base's order
+    assert schema == Schema(base.fingerprint, dataclasses.replace(config, targets=schema.config.targets))
+    for path, value in nested.leaves_with_path(random_factors(base, 2, config)):
+        np.testing.assert_array_equal(dict(nested.leaves_with_path(adapter))[path], value)
+
+
+def test_routed_experts_import_and_export_per_expert(run, hf_dirs, many, tmp_path):
+    moe = outline(str(hf_dirs("qwen3_moe")))
+    config = AdapterConfig(2, 4.0, ("q", "gate", "up", "down"))
+    write_adapter(many / "moe", moe, 3, config)
+    code, told, _ = run("import", many, base_name=moe.name)
+    assert (code, told["imported"]) == (0, 1)
+    assert run("export", "moe", tmp_path / "out", base_name=moe.name)[0] == 0
+    theirs, ours = load_file(many / "moe" / WEIGHTS), load_file(tmp_path / "out" / WEIGHTS)
+    assert any(".experts.1.gate_proj.lora_A" in name for name in ours)
+    assert theirs.keys() == ours.keys()
+    for key, value in theirs.items():
+        assert value.tobytes() == ours[key].tobytes()
+
+
+def to_dtype(directory: Path, dtype) -> None:
+    save_file({name: value.astype(dtype) for name, value in load_file(directory / WEIGHTS).items()}, directory / WEIGHTS)
+
+
+def test_halves_stay_halves_where_that_is_exact(run, base, many, tmp_path):
+    to_dtype(write_adapter(many / "half", base, 1), ml_dtypes.bfloat16)
+    to_dtype(write_adapter(many / "scaled", base, 1), ml_dtypes.bfloat16)
+    edit_config(many / "scaled", alpha_pattern={"model.layers.0.self_attn.q_proj": 4.1})  # brought to one scale, in float32
+    code, told, _ = run("import", many)
+    assert (code, told["imported"]) == (0, 2)
+    with Catalog.open(tmp_path / "catalog") as catalog:
+        assert unpack(catalog.load("half"))[1].dtype == "bfloat16"
+        assert unpack(catalog.load("scaled"))[1].dtype == "float32"
+    assert run("export", "half", tmp_path / "out")[0] == 0
+    theirs, ours = load_file(many / "half" / WEIGHTS), load_file(tmp_path / "out" / WEIGHTS)
+    assert {value.dtype for value in ours.values()} == {np.dtype(ml_dtypes.bfloat16)}
+    assert all(value.tobytes() == ours[key].tobytes() for key, value in theirs.items())
+
+
+def test_packed_files_need_no_base(run, base, many, tmp_path):
+    (many / "below").mkdir(parents=True)
+    (many / "one.safetensors").write_bytes(packed(1))
+    (many / "below" / "two.safetensors").write_bytes(packed(2))
+    (many / "README.md").write_text("ignored")
+    assert run("import", many, base_name=None)[1]["imported"] == 2
+    assert policies(tmp_path) == {"one": 1, "two": 1}
+    with Catalog.open(tmp_path / "catalog") as catalog:
+        assert catalog.load("two").tobytes() == packed(2)
+    assert "trained on base abababababab" in refusal(run, many / "one.safetensors", "--policy=x")
+    write_adapter(many / "peft", base, 1)
+    code, told, err = run("import", many, base_name=None)
+    assert (code, told) == (2, None)
+    assert "1 PEFT directories need the base" in err
+
+
+def test_names_come_from_the_template(run, base, many, tmp_path):
+    for folder in "xy":
+        write_adapter(many / folder / "best", base, ord(folder))
+    code, told, _ = run("import", many)
+    assert (code, told["imported"]) == (1, 1)
+    assert "is that of" in told["refused"][0]["reason"]
+    code, told, _ = run("import", many, "--policy={parent}-{name}", "--tenant=acme", "--step=30", "--by=ann", "--why=moving house")
+    assert (code, told["imported"]) == (0, 2)
+    assert policies(tmp_path) == {"best": 1, "acme/x-best": 1, "acme/y-best": 1}
+    with Catalog.open(tmp_path / "catalog") as catalog:
+        revision = catalog.revision("acme/x-best", 1)
+        assert (revision.step, revision.origin) == (30, f"import of {many / 'x' / 'best'}")
+        assert catalog.audit("acme/x-best")[-1].actor == "ann"
+    for template, message in (("{nmae}", "known are {name} and {parent}"), ("a/b/{name}", "'/'")):
+        code, _, err = run("import", many, f"--policy={template}")
+        assert code == 2
+        assert message in err
+
+
+def test_a_second_run_imports_only_what_is_new(run, base, many, tmp_path):
+    for i in range(5):
+        write_adapter(many / f"a{i}", base, i)
+    assert run("import", many, "--batch=2")[1]["imported"] == 5
+    write_adapter(many / "a5", base, 5)
+    code, told, _ = run("import", many)
+    assert (code, told["imported"], told["present"]) == (0, 1, 5)
+    with Catalog.open(tmp_path / "catalog") as catalog:
+        catalog.retire("a0")
+    assert run("import", many)[1]["present"] == 6
+    assert set(policies(tmp_path).values()) == {1}
+    with Catalog.open(tmp_path / "catalog") as catalog:
+        assert len(list(catalog.store.packs())) == 4
+
+
+def test_a_dry_run_writes_nothing_and_foretells_refusals(run, base, many, tmp_path):
+    write_adapter(many / "a", base, 1)
+    (many / "b").mkdir()
+    (many / "b" / CONFIG).write_text("{}")
+    code, told, _ = run("import", many, "--dry-run")
+    assert (code, told["dry_run"], told["imported"], len(told["refused"])) == (1, True, 1, 1)
+    assert not (tmp_path / "catalog").exists()
+    write_adapter(many / "c", base, 2)
+    run("import", many)
+    for name, rank in (("a", 2), ("c", 3)):  # another rank is another policy's
+        (many / name / WEIGHTS).unlink()
+        (many / name / CONFIG).unlink()
+        write_adapter(many / name, base, 7, AdapterConfig(rank, 4.0, ("q", "v")))
+    told_dry, told_done = run("import", many, "--dry-run")[1], run("import", many)[1]
+    assert (told_dry["imported"], len(told_dry["refused"])) == (1, 2)
+    assert told_dry["refused"] == told_done["refused"]
+    assert any("has rank 2, the exported adapter has 3" in one["reason"] for one in told_done["refused"])
+    assert policies(tmp_path) == {"a": 2, "c": 1}
+
+
+def test_what_the_catalog_refuses_keeps_nothing_else_out(run, base, many, tmp_path):
+    for i in range(9):
+        write_adapter(many / f"a{i}", base, i)
+    with Catalog.open(tmp_path / "catalog") as catalog:
+        for name in ("a3", "a7"):
+            catalog.create_policy(name, Schema(base.fingerprint, peft_dirs.CONFIG))
+            catalog.retire(name)
+    code, told, _ = run("import", many)
+    assert (code, told["imported"]) == (1, 7)
+    assert [Path(one["path"]).name for one in told["refused"]] == ["a3", "a7"]
+    assert all("is retired" in one["reason"] for one in told["refused"])
+    assert sum(policies(tmp_path).values()) == 7
+
+
+def poison(directory: Path, value: float) -> None:
+    tensors = load_file(directory / WEIGHTS)
+    tensors[sorted(tensors)[0]][0, 0] = value
+    save_file(tensors, directory / WEIGHTS)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_not_finite_need_force(run, base, many, value):
+    poison(write_adapter(many / "a", base, 1), value)
+    assert "NaN or infinite" in refusal(run, many)
+    code, told, _ = run("import", many, "--force")
+    assert (code, told["imported"]) == (0, 1)
+    adapter = random_factors(base, 2)
+    adapter["dense"]["attn"]["q"]["a"][0, 0, 0] = value
+    (many / "b.safetensors").write_bytes(pack(adapter, Schema(base.fingerprint, peft_dirs.CONFIG)))
+    assert "NaN or infinite" in refusal(run, many / "b.safetensors")
+    assert run("import", many / "b.safetensors", "--force")[0] == 0
+
+
+def test_a_narrower_dtype_that_overflows_is_refused(run, base, many):
+    poison(write_adapter(many / "a", base, 1), 1e30)
+    assert "float16" in refusal(run, many, "--dtype=float16")
+    assert run("import", many, "--dtype=bfloat16")[0] == 0
+
+
+def as_pickle(path: Path) -> None:
+    (path / WEIGHTS).unlink()
+    (path / "adapter_model.bin").write_bytes(b"\x80\x04cos\nsystem\n(S'touch /tmp/owned'\ntR.")
+
+
+def as_zip(path: Path) -> None:
+    with zipfile.ZipFile(path / WEIGHTS, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("data.pkl", b"\0" * 50_000_000)
+
+
+def as_pipe(path: Path) -> None:
+    (path / WEIGHTS).unlink()
+    os.mkfifo(path / WEIGHTS)
+
+
+def as_directory(path: Path) -> None:
+    (path / WEIGHTS).unlink()
+    (path / WEIGHTS).mkdir()
+
+
+def as_sparse(path: Path) -> None:
+    with open(path / WEIGHTS, "wb") as file:
+        file.truncate(1 << 40)
+
+
+def as_link(path: Path) -> None:
+    secret = path.parent.parent / "elsewhere.safetensors"
+    (path / WEIGHTS).rename(secret)
+    (path / WEIGHTS).symlink_to(secret)
+
+
+def with_config(**fields):
+    return lambda path: edit_config(path, **fields)
+
+
+def with_header(size: int):
+    return lambda path: (path / WEIGHTS).write_bytes(size.to_bytes(8, "little") + (path / WEIGHTS).read_bytes()[8:])
+
+
+def cut(path: Path) -> None:
+    os.truncate(path / WEIGHTS, (path / WEIGHTS).stat().st_size - 1)
+
+
+HOSTILE = {
+    "pickle": (as_pickle, "adapter_model.bin is a pickle, which can run code when it is read: save the adapter with"),
+    "zip bomb": (as_zip, "is a zip archive"),
+    "named pipe": (as_pipe, "is no regular file"),
+    "directory": (as_directory, "is no regular file"),
+    "terabyte": (as_sparse, "--max-bytes"),
+    "link": (as_link, "is a symbolic link out of the folder"),
+    "no weights": (lambda path: (path / WEIGHTS).unlink(), "cannot be read (No such file"),
+    "weights alone": (lambda path: (path / CONFIG).unlink(), "there is no adapter_config.json beside it"),
+    "huge header": (with_header(1 << 62), "its header claims"),
+    "negative header": (with_header((1 << 64) - 1), "its header claims"),
+    "cut off": (cut, "cannot be read"),
+    "empty": (lambda path: (path / WEIGHTS).write_bytes(b""), "its header claims"),
+    "config is a list": (lambda path: (path / CONFIG).write_text("[]"), "is not a JSON object"),
+    "config is nested": (lambda path: (path / CONFIG).write_text("[" * 200_000), "nested too deeply"),
+    "config is bytes": (lambda path: (path / CONFIG).write_bytes(b"\xff\xfe\0"), "is not JSON"),
+    "config is huge": (lambda path: (path / CONFIG).write_text(" " * (5 << 20)), "--max-bytes"),
+    "rank is text": (with_config(r="8"), "r is '8'; expected 1 to 1024"),
+    "rank is huge": (with_config(r=1 << 40), "expected 1 to 1024"),
+    "rank pattern": (with_config(rank_pattern={"q_proj": -1}), "expected 1 to 1024"),
+    "alpha is a list": (with_config(lora_alpha=[1]), "lora_alpha is [1]; expected a number"),
+    "slow pattern": (with_config(rank_pattern={"(a+)+x": 2}), "is too involved"),
+    "wrong pattern": (with_config(alpha_pattern={"[": 2}), "is no regular expression"),
+    "parameters": (with_config(target_parameters=7), "is not a list of names"),
+    "other method": (with_config(peft_type="IA3"), "only LORA"),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_hostile_directories_are_refused_beside_good_ones(run, base, many, tmp_path, kind):
+    spoil, message = HOSTILE[kind]
+    write_adapter(many / "good", base, 1)
+    spoil(write_adapter(many / "bad", base, 2))
+    code, told, _ = run("import", many)
+    assert code == 1
+    assert told["imported"] == 1
+    (one,) = told["refused"]
+    assert Path(one["path"]).is_relative_to(many / "bad")
+    assert message in one["reason"]
+    assert policies(tmp_path) == {"good": 1}
+
+
+def test_a_small_file_cannot_ask_for_much_memory(run, base, many):
+    """One layer of rank 1,024: all other layers would be allocated at that rank, too."""
+    directory = write_adapter(many / "a", base, 1, AdapterConfig(1024, 4.0, ("q",)))
+    tensors = {name: value for name, value in load_file(directory / WEIGHTS).items() if ".layers.0." in name}
+    save_file(tensors, directory / WEIGHTS)
+    size = (directory / WEIGHTS).stat().st_size
+    assert "in all layers of its projections takes" in refusal(run, many, f"--max-bytes={int(1.5 * size)}")
+    assert run("import", many, f"--max-bytes={3 * size}")[0] == 0
+
+
+def test_links_are_not_followed_out_of_the_folder_nor_in_circles(run, base, many, tmp_path):
+    write_adapter(many / "a", base, 1)
+    write_adapter(tmp_path / "outside" / "b", base, 2)
+    (many / "out").symlink_to(tmp_path / "outside")
+    (many / "circle").symlink_to(many)
+    (many / "again").symlink_to(many / "a")
+    (many / "self").symlink_to(many / "self")
+    code, told, _ = run("import", many)
+    assert (code, told["imported"]) == (1, 1)
+    assert [Path(one["path"]).name for one in told["refused"]] == ["out"]
+    assert run("import", many, "--follow-links")[1]["imported"] == 1
+    assert policies(tmp_path) == {"a": 1, "b": 1}
+
+
+def test_pickles_and_strange_files_by_name(run, many):
+    many.mkdir()
+    (many / "model.bin").write_bytes(b"\x80\x04.")
+    assert "is a pickle" in refusal(run, many / "model.bin")
+    (many / "x.safetensors").write_bytes(b"PK\x03\x04" + b"\0" * 100)
+    assert "is a zip archive" in refusal(run, many / "x.safetensors")
+    (many / "x.safetensors").write_bytes((1 << 63).to_bytes(8, "little") + b"{}")
+    assert "claims 9223372036854775808 bytes" in refusal(run, many / "x.safetensors")
+    assert run("import", many / "nothing")[0] == 2
+    (many / "x.safetensors").unlink()
+    code, _, err = run("import", many)
+    assert code == 2
+    assert "neither a PEFT directory nor" in err
+
+
+@pytest.mark.parametrize("name", ["deadbeef", " blank ", "a\u202eb", "x" * 201, os.fsdecode(b"\xff\xfe")])
+def test_names_that_cannot_be_policies(run, base, many, name):
+    write_adapter(many / "tmp", base, 1)
+    (many / "tmp").rename(many / name)
+    assert refusal(run, many)
+    assert run("import", many, "--policy=fine")[0] == 0
+
+
+def test_another_base_or_none_is_refused(run, base, many, tmp_path, hf_dirs):
+    write_adapter(many / "a", base, 1)
+    assert "trained on another model" in refusal(run, many, base_name=str(hf_dirs("llama")))
+    (tmp_path / "config_only").mkdir()
+    (tmp_path / "config_only" / "config.json").write_bytes((Path(base.name) / "config.json").read_bytes())
+    code, _, err = run("import", many, base_name=str(tmp_path / "config_only"))
+    assert code == 2
+    assert "give the fingerprint too" in err
+    code, told, _ = run("import", many, f"--fingerprint={base.fingerprint}", base_name=str(tmp_path / "config_only"))
+    assert (code, told["imported"]) == (0, 1)
+    assert run("export", "a", tmp_path / "out")[0] == 0  # the very base
+    code, _, err = run("export", "a", tmp_path / "out2", base_name=str(hf_dirs("llama")))
+    assert code == 2
+    assert "give its own base" in err
+    with pytest.raises(UserError, match="is not one"):
+        outline(str(tmp_path / "config_only"), "beef")
+    with pytest.raises(UserError, match="another base"):
+        outline(base.name, "0" * 64)
+
+
+def test_three_hundred_adapters_killed_in_the_middle_and_run_again(base, many, tmp_path):
+    for i in range(300):
+        write_adapter(many / f"a{i:03}", base, i)
+    broken = [f"a{i:03}" for i in range(0, 300, 50)]
+    for name in broken:
+        os.truncate(many / name / WEIGHTS, 100)
+    command = [sys.executable, "-m", "mint_jax.catalog", f"--catalog={tmp_path / 'catalog'}", "import", str(many), f"--base={base.name}"]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    process = subprocess.Popen([*command, "--batch=10", "--json"], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 300
+    while process.poll() is None and packs_of(tmp_path / "catalog") < 2:  # the first batch is committed then
+        assert time.monotonic() < deadline, "no batch was committed"
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL, "it ended before it could be killed"
+    with Catalog.open(tmp_path / "catalog") as catalog:  # whole batches, and every one of them sound
+        count = catalog.stats()["revisions"]
+        assert 0 < count < 294
+        assert count % 10 == 0
+        assert list(catalog.verify()) == []
+    done = subprocess.run([*command, "--json"], env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 1, done.stderr
+    told = json.loads(done.stdout)
+    assert (told["imported"], told["present"]) == (294 - count, count)
+    assert [Path(one["path"]).name for one in told["refused"]] == broken
+    assert "import: 300 of 300" in done.stderr
+    with Catalog.open(tmp_path / "catalog") as catalog:
+        found = catalog.policies(limit=1000)
+        assert {one.policy: one.revisions for one in found} == {f"a{i:03}": 1 for i in range(300) if f"a{i:03}" not in broken}
+        assert list(catalog.verify()) == []
+        for i in (1, 299):
+            expected = pack(random_factors(base, i), Schema(base.fingerprint, peft_dirs.CONFIG))
+            assert catalog.load(f"a{i:03}").tobytes() == expected
+
+
+def packs_of(folder: Path) -> int:
+    return len(list((folder / "payloads").rglob("*.pack")))
