@@ -22,8 +22,6 @@ def get_config() -> ConfigDict:
     config.samples = 4
     # label -> policy@alias, policy@12, a digest, or a PEFT directory; "" is the base
     config.adapters = ConfigDict({"base": "", "policy": ""})
-        {"base": "", "policy": ""}
-    )  # label -> policy@alias, policy@12, a digest, or a PEFT directory; "" is the base
     config.sampling = ConfigDict({"max_tokens": 6, "temperature": 1.0, "stop": ("\n",)})
     config.max_rows = 64
     return config

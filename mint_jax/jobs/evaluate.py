@@ -56,13 +56,12 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
         judged = multihost.agree("rewards", judge)
         verdicts = {}
         for label, text in config.adapters.items():
-            rows = [[c for group in found[text] for c in group] for found in (alone, among)]
-            verdicts[label] = agreement.compare(*rows, judged[label], np.dtype(base.dtype).name, sampling.temperature)
-            if not verdicts[label].holds:
-                shown = text or "the base"
-                raise UserError(
-                    f"{label!r} ({shown}): {verdicts[label]}; nothing is recorded: find which of the two serves another adapter"
-                )
+            own, served = ([c for group in found[text] for c in group] for found in (alone, among))
+            verdict = agreement.compare(own, served, judged[label], np.dtype(base.dtype).name, sampling.temperature)
+            if not verdict.holds:
+                who = f"{label!r} ({text or 'the base'})"
+                raise UserError(f"{who}: {verdict}; nothing is recorded: find which of the two serves another adapter")
+            verdicts[label] = verdict
         about = {
             "renderer": _digest(base.need_tokenizer().sources),
             "scorer": f"{name} {_digest([name, options])}",

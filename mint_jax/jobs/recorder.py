@@ -5,6 +5,7 @@ transaction. Process 0 alone has a recorder.
 """
 
 import dataclasses
+import functools
 import queue
 import threading
 import time
@@ -204,9 +205,10 @@ class Recorder:
         self.leases = [self.catalog.renew_lease(lease, SESSION_S) for lease in self.leases]
 
     def _give_back(self) -> None:
-        for end, held in ((self.catalog.release, self.leases), (self.catalog.close_session, self.sessions.values())):
-            for right in held:
-                try:
-                    end(right)
-                except UserError as error:  # fenced off, or the database is gone: the others are given back all the same
-                    self._error = self._error or error
+        ends = [functools.partial(self.catalog.release, lease) for lease in self.leases]
+        ends += [functools.partial(self.catalog.close_session, session) for session in self.sessions.values()]
+        for end in ends:
+            try:
+                end()
+            except UserError as error:  # fenced off, or the database is gone: the others are given back all the same
+                self._error = self._error or error
