@@ -1,6 +1,7 @@
 """Held-out rewards of adapters and of the bare base on one environment.
 
-Command: python -m mint_jax.launch --config=configs/evaluate.py --config.adapters.policy=runs/quickstart/revisions/DIGEST
+Command: python -m mint_jax.launch --config=configs/evaluate.py --config.catalog=runs/quickstart/catalog
+         --config.adapters.policy=adder@latest
 """
 
 from ml_collections import ConfigDict
@@ -13,10 +14,14 @@ def get_config() -> ConfigDict:
     config.dtype = "float32"
     config.quantise = ""  # "int8" or "float8": the matrices of the layers in 8 bits
     config.mesh = ConfigDict({"data": -1, "fsdp": 1, "expert": 1, "tensor": 1})
+    config.catalog = ""  # a catalog's folder or its database's URL, for adapters that are named by revision
+    config.payloads = ""  # where the payloads are, if not in that folder
     config.env = ConfigDict({"name": "digit_sum"})
+    config.seed = 0
     config.examples = 30
     config.samples = 4
-    config.adapters = ConfigDict({"base": "", "policy": ""})  # name -> revision folder or PEFT directory; "" is the base
+    # label -> policy@alias, policy@12, a digest, or a PEFT directory; "" is the base
+    config.adapters = ConfigDict({"base": "", "policy": ""})
     config.sampling = ConfigDict({"max_tokens": 6, "temperature": 1.0, "stop": ("\n",)})
     config.max_rows = 64
     return config

@@ -1,6 +1,7 @@
 """A revision -> a PEFT adapter directory.
 
-Command: python -m mint_jax.launch --config=configs/export.py --config.revision=runs/quickstart/revisions/DIGEST --config.output=DIR
+Command: python -m mint_jax.launch --config=configs/export.py --config.catalog=runs/quickstart/catalog
+         --config.revision=adder@latest --config.output=DIR
 """
 
 from ml_collections import ConfigDict
@@ -13,6 +14,8 @@ def get_config() -> ConfigDict:
     config.dtype = "float32"
     config.quantise = ""  # "int8" or "float8": the matrices of the layers in 8 bits
     config.mesh = ConfigDict({"data": -1, "fsdp": 1, "expert": 1, "tensor": 1})
-    config.revision = ""
+    config.catalog = ""  # a catalog's folder or its database's URL, for adapters that are named by revision
+    config.payloads = ""  # where the payloads are, if not in that folder
+    config.revision = ""  # policy@alias, policy@12, a digest, or a PEFT directory
     config.output = ""
     return config

@@ -241,13 +241,21 @@ def to_host(tree: Any) -> Any:
 
     An array that no process holds whole is first gathered on the devices, all of them by one program.
     """
+    return jax.tree.map(np.asarray, jax.device_get(whole(tree)))
+
+
+def whole(tree: Any) -> Any:
+    """The arrays of a tree, each as one that this process holds whole; ``to_host``'s part on the devices, with the same rule.
+
+    ``jax.device_get`` then copies them to the host without the other processes, in any thread.
+    """
     leaves, treedef = jax.tree.flatten(tree)
     split = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated)]
     if split:
-        whole = _gather(leaves[split[0]].sharding.mesh)([leaves[i] for i in split])
-        for i, x in zip(split, whole):
+        gathered = _gather(leaves[split[0]].sharding.mesh)([leaves[i] for i in split])
+        for i, x in zip(split, gathered):
             leaves[i] = x
-    return jax.tree.unflatten(treedef, [np.asarray(x) for x in jax.device_get(leaves)])
+    return jax.tree.unflatten(treedef, leaves)
 
 
 @functools.lru_cache(maxsize=8)

@@ -19,7 +19,7 @@ from mint_jax.errors import UserError
 from tests.disks import LIMITS, run_limited
 
 SERVER = multiprocessing.get_context("forkserver")  # imports once, forks for every writer
-SERVER.set_forkserver_preload(["mint_jax.launch", "mint_jax.checkpoint", "mint_jax.catalog.revisions", "pytest"])
+SERVER.set_forkserver_preload(["mint_jax.launch", "mint_jax.checkpoint", "mint_jax.catalog.lifecycle", "pytest"])
 ROOT = Path(__file__).parents[1]
 
 

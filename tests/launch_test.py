@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 SERVER = multiprocessing.get_context("forkserver")  # imports once, forks for every command
-SERVER.set_forkserver_preload(["mint_jax.launch", "mint_jax.checkpoint", "mint_jax.catalog.revisions", "pytest"])
+SERVER.set_forkserver_preload(["mint_jax.launch", "mint_jax.checkpoint", "mint_jax.catalog.lifecycle", "pytest"])
 ROOT = Path(__file__).parents[1]
 CONFIGS = {
     "unknown_job.py": "from ml_collections import ConfigDict\ndef get_config():\n    return ConfigDict({'job': 'cook'})\n",

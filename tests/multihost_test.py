@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from mint_jax import multihost
-from mint_jax.catalog.revisions import RevisionStore
+from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.catalog.packed import unpack
 from mint_jax.errors import UserError
 from mint_jax.mesh import make_mesh
 from mint_jax.params import ParamSpec
@@ -301,14 +302,16 @@ def test_grpo_on_two_processes_resumed_is_grpo_on_one(schedule, tmp_path):
             np.testing.assert_allclose(parts[key][name], row[name], rtol=1e-4, atol=1e-5)
     assert len({row["reward"] for row in whole.values()}) > 2
 
-    stores = [RevisionStore(tmp_path / name / "revisions") for name in ("two", "one")]
-    lines = [json.loads(line) for line in (tmp_path / "two" / "revisions.jsonl").read_text().splitlines()]
-    assert sorted((row["policy"], row["step"]) for row in lines) == sorted((n, s) for n in names for s in (1, 2, 3, 4))
+    catalogs = [Catalog.open(tmp_path / name / "catalog") for name in ("two", "one")]
     for name in names:
-        (mine, schema), (theirs, other) = stores[0].get(two[name]), stores[1].get(one[name])
+        assert [revision.step for revision in catalogs[0].revisions(name)] == [1, 2, 3, 4]
+    for name in names:
+        (mine, schema), (theirs, other) = unpack(catalogs[0].load(two[name])), unpack(catalogs[1].load(one[name]))
         assert schema == other
         # the same reason; four updates of 0.1 times a gradient below 1
         jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), mine, theirs)
-        start, _ = stores[0].get(next(row["revision"] for row in lines if (row["policy"], row["step"]) == (name, 1)))
+        start, _ = unpack(catalogs[0].load(f"{name}@1"))
         moved = max(float(np.abs(x - y).max()) for x, y in zip(jax.tree.leaves(mine), jax.tree.leaves(start)))
         assert moved > 1e-4, "the later steps moved the policy"
+    for catalog in catalogs:
+        catalog.close()

@@ -33,6 +33,10 @@ def get_config() -> ConfigDict:
     config.remat = "names"
     config.max_tokens_per_pass = 4096
     config.max_rows = 64
+    config.catalog = ""  # a folder or a database URL; WORKDIR/catalog by default
+    config.payloads = ""  # folder, s3:// or gs:// of the payloads; inside the catalog's folder by default
+    config.tenant = "default"
+    config.keep_rollouts = 8  # rollouts of so many last steps are kept in the catalog; 0 keeps none
     config.export_every = 2
     config.checkpoint = ConfigDict({"every": 2, "keep": 2})
     config.eval = ConfigDict({"examples": 2, "samples": 2})

@@ -24,6 +24,10 @@ def get_config() -> ConfigDict:
     config.remat = "names"
     config.max_tokens_per_pass = 65536
     config.max_rows = 512
+    config.catalog = ""  # a folder or a database URL; WORKDIR/catalog by default
+    config.payloads = ""  # folder, s3:// or gs:// of the payloads; inside the catalog's folder by default
+    config.tenant = "default"
+    config.keep_rollouts = 8  # rollouts of so many last steps are kept in the catalog; 0 keeps none
     config.export_every = 10
     config.checkpoint = ConfigDict({"every": 10, "keep": 2})
     config.eval = ConfigDict({"examples": 30, "samples": 4})

@@ -28,6 +28,9 @@ def get_config() -> ConfigDict:
     config.steps = 6
     config.remat = "names"
     config.max_tokens_per_pass = 4096
+    config.catalog = ""  # a folder or a database URL; WORKDIR/catalog by default
+    config.payloads = ""  # folder, s3:// or gs:// of the payloads; inside the catalog's folder by default
+    config.tenant = "default"
     config.export_every = 3
     config.checkpoint = ConfigDict({"every": 3, "keep": 2})
     config.tensorboard = False

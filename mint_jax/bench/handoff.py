@@ -25,7 +25,8 @@ from mint_jax import mesh as mesh_lib
 from mint_jax import params as params_lib
 from mint_jax.bench import timing
 from mint_jax.bench.merge import merged
-from mint_jax.catalog.revisions import RevisionStore, Schema, pack
+from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.catalog.packed import Schema, pack, unpack
 from mint_jax.errors import UserError
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
@@ -62,6 +63,8 @@ class _Paths:
         self.place = jax.jit(lora_tree.write_slot, donate_argnums=0)
         self.schema = Schema(base.fingerprint, adapter)
         self.bytes: dict[str, int] = {}
+        self.catalog = Catalog.open(self.folder / "catalog")
+        self.exported: list[str] = []
 
     @staticmethod
     def _flip(source: Any, target: Any, slot: jax.Array) -> Any:
@@ -83,8 +86,9 @@ class _Paths:
 
     def adapter_disk(self) -> tuple[Base, Any]:
         data = pack(self.trainer.adapter(POLICY), self.schema)
-        store = RevisionStore(self.folder / "revisions")
-        adapter, schema = store.get(store.put(data))
+        revision = self.catalog.export(POLICY, data, len(self.exported), create=True)
+        self.exported.append(revision.digest)
+        adapter, schema = unpack(self.catalog.load(revision.digest))
         bucket = self.slot.bucket
         self.serving[bucket] = self.place(self.serving[bucket], jnp.int32(0), adapter, jnp.float32(schema.config.scale))
         self.bytes["adapter_disk"] = len(data)

@@ -65,6 +65,11 @@ class Tokenizer:
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
         return self._fast.decode(ids, skip_special_tokens=skip_special)
 
+    @property
+    def sources(self) -> tuple[str, str | None]:
+        """What decides how a prompt becomes tokens: the tokenizer's JSON and the chat template's text, None without one."""
+        return self._fast.to_str(), self._template_source
+
     def render(self, messages: list[Message], generation_prompt: bool = True, **variables: Any) -> str:
         """The text of a conversation by the checkpoint's chat template.
 

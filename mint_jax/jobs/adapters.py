@@ -1,12 +1,15 @@
-"""Adapters named by a path in configs and data files: a PEFT directory, or one of our revisions."""
+"""Adapters named in configs and data files: a PEFT directory, or a revision of the catalog."""
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from mint_jax import multihost
-from mint_jax.catalog import revisions
+from mint_jax.catalog import names as catalog_names
+from mint_jax.catalog.packed import Schema, digest_of, pack, unpack
 from mint_jax.errors import UserError
+from mint_jax.jobs.catalogs import JobCatalog, Named
 from mint_jax.jobs.common import say
 from mint_jax.lora import peft
 from mint_jax.lora import tree as lora_tree
@@ -16,37 +19,66 @@ from mint_jax.models.base import Base
 from mint_jax.models.outline import peft_tables
 
 
-def read_adapter(path: str | Path, base: Base) -> tuple[Any, AdapterConfig]:
-    """An adapter and its config, checked against the base.
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """An adapter on the host.
+
+    Attributes:
+        digest: of its packed object, also where it came from a PEFT directory.
+        revision: the catalog's name of it; None for a PEFT directory.
+    """
+
+    adapter: Any
+    config: AdapterConfig
+    digest: str
+    revision: Named | None = None
+
+
+def read_adapter(name: str | Path, base: Base, catalog: JobCatalog | None = None) -> Loaded:
+    """An adapter, checked against the base.
+
+    Args:
+        name: a PEFT directory, or ``policy``, ``policy@alias``, ``policy@12``, a digest, each of ``catalog``.
 
     Raises:
         UserError: nothing there, unreadable or corrupt, or made for another base.
     """
-    path = Path(path)
+    text, path = str(name), Path(name)
     specs = transformer.abstract(base.cfg)
-    if peft.is_peft(path):
+    if not _is_name(text) and peft.is_peft(path):
         names, shapes = peft_tables(base.cfg)
         adapter, config = peft.read_peft(path, names, shapes)
-    elif (path / revisions.FILE).is_file():
-        adapter, schema = revisions.RevisionStore(path.parent).get(path.name)
+        loaded = Loaded(adapter, config, digest_of(pack(adapter, Schema(base.fingerprint, config))))
+    elif catalog is None:
+        raise UserError(
+            f"adapter {text} is no PEFT directory ({peft.CONFIG}), and no catalog is given to look it up in: check the path, or set "
+            "--config.catalog"
+        )
+    else:
+        data, revision = catalog.load(text)
+        adapter, schema = unpack(data)
         if schema.base != base.fingerprint:
             raise UserError(
-                f"revision {path.name[:12]} was trained on base {schema.base[:12]}, this is {base.fingerprint[:12]} ({base.name}): "
+                f"revision {revision} was trained on base {schema.base[:12]}, this is {base.fingerprint[:12]} ({base.name}): "
                 "load its own base"
             )
-        config = schema.config
-    else:
-        raise UserError(f"adapter {path} is neither a PEFT directory ({peft.CONFIG}) nor a revision ({revisions.FILE}): check the path")
-    bound = lora_tree.check_fits(adapter, config, specs, str(path))
-    say(f"adapter {path}: rank {config.rank}, {bound} modules bound")
-    return adapter, config
+        loaded = Loaded(adapter, schema.config, revision.digest, revision)
+    bound = lora_tree.check_fits(loaded.adapter, loaded.config, specs, text)
+    say(f"adapter {text}: rank {loaded.config.rank}, {bound} modules bound")
+    return loaded
 
 
-def make_resident(paths: Iterable[str | None], base: Base) -> tuple[Stacks, dict[str, Slot]]:
-    """Loads every adapter that is named, each once."""
-    loaded = {}
-    for path in dict.fromkeys(p for p in paths if p):
-        adapter, config = read_adapter(path, base)
-        loaded[path] = (config, adapter)
-    stacks, slots = lora_tree.stack_adapters(transformer.abstract(base.cfg), loaded)
+def _is_name(text: str) -> bool:
+    """Whether it can only be meant as a revision's name."""
+    return not text.startswith(("/", ".")) and ("@" in text or catalog_names.is_digest(text))
+
+
+def read_all(names: Iterable[str | None], base: Base, catalog: JobCatalog | None = None) -> dict[str, Loaded]:
+    """Every adapter that is named, each read once."""
+    return {name: read_adapter(name, base, catalog) for name in dict.fromkeys(n for n in names if n)}
+
+
+def make_resident(loaded: Mapping[str, Loaded], base: Base) -> tuple[Stacks, dict[str, Slot]]:
+    """Stacks that hold these adapters, and which slot each got."""
+    stacks, slots = lora_tree.stack_adapters(transformer.abstract(base.cfg), {n: (a.config, a.adapter) for n, a in loaded.items()})
     return multihost.replicate(stacks, base.mesh), slots

@@ -5,6 +5,7 @@ Where several processes run, all of them run the job; the first alone speaks and
 
 import dataclasses
 import json
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -24,7 +25,8 @@ from mint_jax.train.trainer import LossConfig, PolicyConfig
 
 Config = Any  # an ml_collections.ConfigDict, whose own annotations know only JSON scalars
 
-FREE_TO_CHANGE = ("steps", "export_every", "checkpoint", "log_every", "reward_workers")  # a resumed run may differ in these
+# a resumed run may differ in these
+FREE_TO_CHANGE = ("steps", "export_every", "checkpoint", "log_every", "reward_workers", "keep_rollouts")
 
 
 def say(message: str) -> None:
@@ -73,7 +75,10 @@ def claim_workdir(config: Config, workdir: Path) -> None:
 
 
 def _plain(config: Config) -> dict[str, Any]:
-    return json.loads(config.to_json_best_effort())
+    plain = json.loads(config.to_json_best_effort())
+    if isinstance(plain.get("catalog"), str):  # a database's password stays out of files
+        plain["catalog"] = re.sub(r"(://[^:/@]*):.*@", r"\1:***@", plain["catalog"])
+    return plain
 
 
 def _refuse_other_config(path: Path, mine: dict[str, Any], workdir: Path) -> None:

@@ -5,6 +5,7 @@ group-normalised advantages (GRPO, arXiv 2402.03300). ``schedule`` says how step
 """
 
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Sequence
@@ -15,13 +16,16 @@ import jax
 import numpy as np
 
 from mint_jax import host, metrics, multihost
+from mint_jax.catalog.rollouts import Rollouts
 from mint_jax.data.order import epoch_indices
 from mint_jax.envs import env as env_lib
 from mint_jax.envs.env import Environment, Example
 from mint_jax.errors import UserError
-from mint_jax.jobs import common, report
+from mint_jax.jobs import adapters, common, report
+from mint_jax.jobs.adapters import Loaded
 from mint_jax.jobs.common import Config
 from mint_jax.jobs.training import TrainingRun
+from mint_jax.lora.tree import Slot, Stacks
 from mint_jax.models import router
 from mint_jax.models.base import Base
 from mint_jax.rollout.engine import Completion, DenseEngine, Request
@@ -105,11 +109,15 @@ def members_of(config: Config, base: Base) -> list[Member]:
 
 @dataclasses.dataclass
 class Rollout:
-    """Samples of one policy's step: examples, prompts and completions in the same order."""
+    """Samples of one policy's step: examples, prompts and completions in the same order.
+
+    ``revision``: digest of the fixed revision that drew them; None where the policy itself did, as it was before the update.
+    """
 
     examples: list[Example]
     prompts: list[list[int]]
     completions: list[list[Completion]]
+    revision: str | None = None
 
 
 class ConcurrentGrpo:
@@ -121,7 +129,9 @@ class ConcurrentGrpo:
     def __init__(self, config: Config, base: Base):
         self.config, self.base = config, base
         self.members = {m.name: m for m in members_of(config, base)}
-        policies = [common.policy_config(n, config.policies[n], m.seed, ("env", "sampling")) for n, m in self.members.items()]
+        policies = [
+            common.policy_config(n, config.policies[n], m.seed, ("env", "sampling", "rollout_revision")) for n, m in self.members.items()
+        ]
         self.trainer = Trainer(
             trained_through(base, config), policies, config.get("max_tokens_per_pass", 16384), config.get("remat", "names")
         )
@@ -130,23 +140,37 @@ class ConcurrentGrpo:
         self.engine = DenseEngine(base, tokenizer.decode, config.get("max_rows", 256), keep_routes=replay)
         self.stop_ids = tokenizer.eos_ids
         self.tokens = 0  # sampled in this process
+        self.fixed: dict[str, Loaded] = {}
+        self._fixed_stacks, self._fixed_slots = {}, {}
+
+    def sample_from(self, fixed: dict[str, Loaded]) -> None:
+        """From now on rollouts of these policies are drawn from revisions that stay as they are, beside the training slots."""
+        self.fixed = fixed
+        self._fixed_stacks, self._fixed_slots = adapters.make_resident(fixed, self.base)
 
     def rollout(self, names: Sequence[str], step: int) -> dict[str, Rollout]:
-        """Samples all these policies' prompts in one engine call."""
-        out = {name: Rollout([], [], []) for name in names}
-        requests, owners = [], []
+        """Samples all these policies' prompts: in one engine call, and one more for those that sample from fixed revisions."""
         order = multihost.agree("data order", lambda: {name: self._draw(name, step) for name in names})
+        out = self._sample([n for n in names if n not in self.fixed], order, self.trainer.slots, self.trainer.stacks)
+        out |= self._sample([n for n in names if n in self.fixed], order, self._fixed_slots, self._fixed_stacks)
+        return {name: out[name] for name in names}
+
+    def _sample(
+        self, names: Sequence[str], order: dict[str, list[tuple[int, int]]], slots: dict[str, Slot], stacks: Stacks
+    ) -> dict[str, Rollout]:
+        out = {name: Rollout([], [], [], self.fixed[name].digest if name in self.fixed else None) for name in names}
+        requests, owners = [], []
         for name in names:
             m = self.members[name]
             for index, seed in order[name]:
-                adapter, prompt = self.trainer.slots[name], tuple(m.prompts[index])
+                adapter, prompt = slots[name], tuple(m.prompts[index])
                 requests.append(
                     m.sampling.request(prompt=prompt, adapter=adapter, n=m.sampling.group_size, seed=seed, stop_ids=self.stop_ids)
                 )
                 out[name].examples.append(m.env.train[index])
                 out[name].prompts.append(m.prompts[index])
                 owners.append(name)
-        for name, completions in zip(owners, self.engine.generate(requests, self.trainer.stacks)):
+        for name, completions in zip(owners, self.engine.generate(requests, stacks)):
             out[name].completions.append(completions)
             self.tokens += sum(len(c.tokens) for c in completions)
         return out
@@ -256,6 +280,14 @@ def rollout_groups(sampling: Sampling, rollout: Rollout, rewards_QG: np.ndarray)
     return groups
 
 
+def as_record(rollout: Rollout, rewards_QG: np.ndarray, digest: str) -> Rollouts:
+    """Scored rollouts as the catalog keeps them."""
+    tokens = [[c.tokens for c in group] for group in rollout.completions]
+    logprobs = [[c.logprobs for c in group] for group in rollout.completions]
+    drawn_by = [[[digest] * len(row) for row in group] for group in tokens]
+    return Rollouts("", 0, rollout.prompts, tokens, logprobs, drawn_by, rewards_QG)
+
+
 def run(config: Config, workdir: Path) -> dict[str, Any]:
     """Trains, exports, evaluates; see the module. Returns the result it prints."""
     began = time.monotonic()
@@ -263,7 +295,12 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     units = schedule.units_of(list(config.policies), config.schedule, config.get("cohorts", 1))
     base = common.open_base(config)
     job = ConcurrentGrpo(config, base)
-    run = TrainingRun(config, workdir, job.trainer, (job.trainer.shapes, job.engine.shapes))
+    with TrainingRun(config, workdir, job.trainer, (job.trainer.shapes, job.engine.shapes)) as run:
+        return _run(config, workdir, job, run, units, began)
+
+
+def _run(config: Config, workdir: Path, job: ConcurrentGrpo, run: TrainingRun, units: list[list[str]], began: float) -> dict[str, Any]:
+    job.sample_from(run.fixed)
     names = list(job.members)
     if not run.resumed:
         common.say("evaluating the base on held-out prompts")
@@ -273,7 +310,10 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     clock = time.monotonic()
 
     def update(scored: dict[str, Any], step: int) -> None:
+        drawn_by = {name: rollout.revision or run.snapshot(name) for name, (rollout, _) in scored.items()} if run.keeps_rollouts else {}
         rows = job.update(scored)
+        for name, revision in drawn_by.items():
+            run.keep(name, step, revision, functools.partial(as_record, *scored[name]))
         for name, row in rows.items():
             history[name].append(row["reward"])
         rewards = " ".join(f"{n}={history[n][-1]:.2f}" for n in names if history[n])
@@ -295,8 +335,9 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
                 "reward_before": round(before[name][0], 4),
                 "reward_after": round(after[name][0], 4),
                 "adapter_bytes": size,
-                "base_percent": round(100 * size / base.nbytes, 3),
-                "revision": revisions[name],
+                "base_percent": round(100 * size / job.base.nbytes, 3),
+                "revision": revisions[name][0],
+                "number": revisions[name][1],
             }
         )
     if multihost.is_main():
@@ -304,7 +345,7 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
         for name in names:
             report.completions(name, job.members[name].env.held_out, before[name][1], after[name][1], 2)
         report.reward_curves(history, {r["name"]: (r["reward_before"], r["reward_after"]) for r in rows}, workdir / "rewards.png")
-    common.say(f"reward curves: {workdir / 'rewards.png'}; revisions: {workdir / 'revisions'}")
+    common.say(f"reward curves: {workdir / 'rewards.png'}; revisions: {run.catalog.place}")
     return {
         "job": "grpo",
         "schedule": config.schedule,
@@ -313,5 +354,6 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
         "device_busy": round(timing.busy, 3),
         "sampled_tokens": job.tokens,
         "policies": rows,
+        "catalog": run.catalog.place,
         "rss_bytes": host.peak_rss_bytes(),
     }

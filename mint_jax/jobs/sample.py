@@ -1,8 +1,9 @@
 """Completions of given prompts: JSONL in, JSONL out, base and adapters mixed in one batch.
 
 A line is ``{"prompt": "text"}``, ``{"messages": [...]}`` or ``{"tokens": [...]}``, with an optional ``id``, ``adapter`` (a PEFT
-directory or a revision) and any setting of ``config.sampling`` in place of its default. A result is ``{"id", "prompt_tokens",
-"completions": [{"tokens", "logprobs", "text", "finish"}]}``, in the order of the input.
+directory, or a revision of ``config.catalog``) and any setting of ``config.sampling`` in place of its default. A result is ``{"id",
+"prompt_tokens", "revision", "completions": [{"tokens", "logprobs", "text", "finish"}]}``, in the order of the input; ``revision`` is
+the digest of the adapter that drew the tokens, null for the bare base.
 """
 
 import time
@@ -12,7 +13,7 @@ from typing import Any
 from mint_jax import multihost
 from mint_jax.data.sources import read_rows, write_rows
 from mint_jax.errors import UserError
-from mint_jax.jobs import adapters, common
+from mint_jax.jobs import adapters, catalogs, common
 from mint_jax.jobs.common import Config
 from mint_jax.jobs.score import tokens_of
 from mint_jax.lora.tree import Slot
@@ -58,7 +59,9 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     source, output = common.paths(config)
     rows = read_rows(source)
     base = common.open_base(config)
-    stacks, slots = adapters.make_resident((row.get("adapter") for row in rows), base)
+    with catalogs.reading(config) as catalog:
+        loaded = adapters.read_all((row.get("adapter") for row in rows), base, catalog)
+    stacks, slots = adapters.make_resident(loaded, base)
     requests = []
     for n, row in enumerate(rows):
         adapter = slots[row["adapter"]] if row.get("adapter") else None
@@ -72,6 +75,7 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
         {
             "id": row.get("id", n),
             "prompt_tokens": list(request.prompt),
+            "revision": loaded[row["adapter"]].digest if row.get("adapter") else None,
             "completions": [{"tokens": c.tokens, "logprobs": c.logprobs, "text": c.text, "finish": c.finish} for c in completions],
         }
         for n, (row, request, completions) in enumerate(zip(rows, requests, results))

@@ -1,8 +1,8 @@
 """Log-probabilities of given tokens: JSONL in, JSONL out, base and adapters mixed.
 
-A line is ``{"tokens": [...]}`` or ``{"text": "..."}``, with an optional ``id`` and ``adapter`` (a PEFT directory or a revision).
-A result is ``{"id", "tokens", "logprobs"}`` with ``logprobs[i] = log p(tokens[i] | tokens[:i])`` and ``logprobs[0] = null``, in
-the order of the input.
+A line is ``{"tokens": [...]}`` or ``{"text": "..."}``, with an optional ``id`` and ``adapter`` (a PEFT directory, or a
+revision of ``config.catalog``). A result is ``{"id", "tokens", "logprobs"}`` with ``logprobs[i] = log p(tokens[i] | tokens[:i])`` and
+``logprobs[0] = null``, in the order of the input.
 """
 
 import time
@@ -12,7 +12,7 @@ from typing import Any
 from mint_jax import multihost
 from mint_jax.data.sources import read_rows, write_rows
 from mint_jax.errors import UserError
-from mint_jax.jobs import adapters, common
+from mint_jax.jobs import adapters, catalogs, common
 from mint_jax.jobs.common import Config
 from mint_jax.metrics import Progress
 from mint_jax.models.base import Base
@@ -38,7 +38,9 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     rows = read_rows(source)
     base = common.open_base(config)
     sequences = [tokens_of(base, row, f"{source} line {n + 1}") for n, row in enumerate(rows)]
-    stacks, slots = adapters.make_resident((row.get("adapter") for row in rows), base)
+    with catalogs.reading(config) as catalog:
+        loaded = adapters.read_all((row.get("adapter") for row in rows), base, catalog)
+    stacks, slots = adapters.make_resident(loaded, base)
     chosen = [slots[row["adapter"]] if row.get("adapter") else None for row in rows]
     progress = Progress("score", len(rows))
     began = time.monotonic()

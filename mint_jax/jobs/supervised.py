@@ -38,6 +38,9 @@ class Student:
     batch_size: int
 
 
+Measure = Callable[[Trainer, dict[str, Student], bool], dict[str, dict[str, float]]]
+
+
 def rows_of(section: Config, from_env: Callable[[Sequence[Example]], list[Row]]) -> tuple[list[Row], list[Row], str]:
     """Training rows, held-out rows, and what to call them in an error."""
     options = dict(section)
@@ -90,7 +93,7 @@ def run(
     workdir: Path,
     to_group: ToGroup,
     from_env: Callable[[Sequence[Example]], list[Row]],
-    measure: Callable[[Trainer, dict[str, Student], bool], dict[str, dict[str, float]]],
+    measure: Measure,
     headline: str,
 ) -> dict[str, Any]:
     """The training loop of SFT and DPO.
@@ -107,7 +110,20 @@ def run(
     students = students_of(config, base, to_group, from_env)
     policies = [common.policy_config(n, config.policies[n], s.seed, ("data", "batch_size", "beta")) for n, s in students.items()]
     trainer = Trainer(base, policies, config.get("max_tokens_per_pass", 16384), config.get("remat", "names"))
-    run = TrainingRun(config, workdir, trainer, (trainer.shapes,))
+    with TrainingRun(config, workdir, trainer, (trainer.shapes,)) as run:
+        return _run(config, workdir, trainer, students, run, measure, headline, began)
+
+
+def _run(
+    config: Config,
+    workdir: Path,
+    trainer: Trainer,
+    students: dict[str, Student],
+    run: TrainingRun,
+    measure: Measure,
+    headline: str,
+    began: float,
+) -> dict[str, Any]:
     if not run.resumed:
         run.notes = {"before": measure(trainer, students, False), "history": {n: [] for n in students}}
     history = run.notes["history"]
@@ -131,14 +147,23 @@ def run(
         for when, values in (("before", before), ("after", after)):
             measured |= {f"{key}_{when}": round(value, 4) for key, value in values[name].items()}
         rank = trainer.policies[name].adapter.rank
-        rows.append({"name": name, "rank": rank, **measured, "adapter_bytes": run.adapter_bytes(name), "revision": revisions[name]})
+        digest, number = revisions[name]
+        rows.append(
+            {"name": name, "rank": rank, **measured, "adapter_bytes": run.adapter_bytes(name), "revision": digest, "number": number}
+        )
     if multihost.is_main():
-        columns = [c for c in rows[0] if c != "revision"]
+        columns = [c for c in rows[0] if c not in ("revision", "number")]
         report.table(f"{config.job}, held out", columns, [[r[c] for c in columns] for r in rows])
         report.curves(history, headline, workdir / f"{headline}.png")
     if any(math.isnan(v) for r in rows for v in r.values() if isinstance(v, float)):
         common.say("a metric is NaN: at least one policy diverged; lower its learning rate")
-    return {"job": config.job, "wall_s": round(time.monotonic() - began, 1), "policies": rows, "rss_bytes": host.peak_rss_bytes()}
+    return {
+        "job": config.job,
+        "wall_s": round(time.monotonic() - began, 1),
+        "policies": rows,
+        "catalog": run.catalog.place,
+        "rss_bytes": host.peak_rss_bytes(),
+    }
 
 
 def _order(students: dict[str, Student], step: int) -> dict[str, list[int]]:

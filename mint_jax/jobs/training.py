@@ -1,31 +1,40 @@
-"""The side of a training job that survives it: metrics, checkpoints, exported revisions, resuming, progress.
+"""The side of a training job that survives it: metrics, checkpoints, revisions and rollouts in the catalog, resuming, progress.
 
 Everything a step does follows from the config, its number and the adapters, so what must be saved is the training state
-and where each policy stands. Of several processes the first writes metrics and revisions; checkpoints are written by all.
+and where each policy stands. Of several processes the first writes metrics and the catalog; checkpoints are written by all.
 """
 
-import concurrent.futures
+import dataclasses
 import json
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mint_jax import metrics, multihost
 from mint_jax import params as params_lib
-from mint_jax.catalog.revisions import RevisionStore, Schema, pack
+from mint_jax.catalog.packed import Schema
+from mint_jax.catalog.records import full_name
+from mint_jax.catalog.rollouts import Rollouts, pack_rollouts
 from mint_jax.checkpoint import Checkpoints
 from mint_jax.data.buckets import ShapeBook
-from mint_jax.jobs import common
+from mint_jax.jobs import adapters, common, enrolment
+from mint_jax.jobs.adapters import Loaded
+from mint_jax.jobs.catalogs import JobCatalog
 from mint_jax.jobs.common import Config
+from mint_jax.jobs.recorder import Recorder, Snapshot
 from mint_jax.train.trainer import Trainer
+
+KEEP_ROLLOUTS = 8  # steps
 
 
 class TrainingRun:
-    """Bookkeeping of one run.
+    """Bookkeeping of one run, a context manager: where the block fails, the policies are given back.
 
     Args:
-        config: needs ``job``, ``steps``, ``export_every`` and ``checkpoint.every``, ``checkpoint.keep``.
+        config: needs ``job``, ``steps``, ``export_every`` and ``checkpoint.every``, ``checkpoint.keep``; may have ``catalog``
+            (``workdir/catalog`` by default), ``payloads``, ``tenant``, and ``keep_rollouts``: of how many last steps.
         workdir: claimed already.
         trainer: its state is saved and restored here.
         shapes: the books of compiled shapes that the run goes by: padding decides the order of sums, so an exact resume
@@ -34,38 +43,92 @@ class TrainingRun:
     Attributes:
         step: updates done by each policy.
         notes: anything JSON that the job wants back after a resume.
+        catalog: where the policies' records are.
+        fixed: the revision that a policy samples from, for those whose config has ``rollout_revision``.
+
+    Raises:
+        UserError: a policy is trained by another run, or the catalog's record of it is of another base or adapter config.
     """
 
     def __init__(self, config: Config, workdir: Path, trainer: Trainer, shapes: Sequence[ShapeBook]):
         self.config, self.workdir, self.trainer, self.shapes = config, workdir, trainer, shapes
         self.step = dict.fromkeys(trainer.policies, 0)
         self.notes: dict[str, Any] = {}
-        self.store = RevisionStore(workdir / "revisions")
-        self._log = workdir / "revisions.jsonl"
-        self._exporter = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="export")
-        self._exports: list[concurrent.futures.Future] = []
-        self._saved = Checkpoints(workdir / "checkpoints", config.checkpoint.keep)
-        self.resumed = self._restore()
+        self.names = {name: full_name(config.get("tenant", "default"), name) for name in trainer.policies}
+        self.catalog = JobCatalog(config.get("catalog", "") or workdir / "catalog", config.get("payloads", ""), create=True)
+        self._recorder: Recorder | None = None
+        self._snapshots: dict[str, Snapshot] = {}
+        self._steps_at: dict[int, dict[str, int]] = {}  # by checkpoint, until it is recorded
+        try:
+            self._begin()
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _begin(self) -> None:
+        config, workdir = self.config, self.workdir
+        schemas = {full: self._schema(name) for name, full in self.names.items()}
+        wanted = {n: s.rollout_revision for n, s in config.policies.items() if s.get("rollout_revision", "")}
+        start, fixed, self._recorder = enrolment.enrol(self.catalog, schemas, workdir / "run.json", wanted)
+        self.fixed: dict[str, Loaded] = {n: adapters.read_adapter(text, self.trainer.base, self.catalog) for n, text in fixed.items()}
+        self._saved = Checkpoints(workdir / "checkpoints", config.checkpoint.keep, self._committed)
+        exported = self._restore()
+        self.resumed = exported is not None
+        if self._recorder is not None:
+            self._recorder.resume(exported or {})
+        if not self.resumed:
+            self._continue(start)
         multihost.agree("metrics.jsonl", lambda: metrics.truncate_rows(workdir / "metrics.jsonl", self.step))
         self._writer = metrics.MetricsWriter(workdir, config.get("tensorboard", True))
         self._progress = metrics.Progress(config.job, config.steps * len(self.step), done=sum(self.step.values()))
         self._due = min(self.step.values()) + config.checkpoint.every
-        for name in trainer.policies:
+        for name in self.trainer.policies:
             self._introduce(name)
+        if self.resumed:
+            self._committed(sum(self.step.values()))
+        for name, step in self.step.items():  # a checkpoint does not wait for the revisions of its own step
+            if step and self._exports(step):
+                self._export([name], step)
+
+    def __enter__(self) -> "TrainingRun":
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Gives the policies back to whoever asks next; what was submitted is finished first."""
+        if self._recorder is not None:
+            self._recorder.stop()
+        self.catalog.close()
+
+    def _schema(self, name: str) -> Schema:
+        return Schema(self.trainer.base.fingerprint, self.trainer.policies[name].adapter)
 
     def _arrays(self) -> dict[str, Any]:
         return {str(bucket): stack for bucket, stack in self.trainer.state.items()}
 
-    def _restore(self) -> bool:
+    def _restore(self) -> dict[str, int] | None:
+        """Takes up the newest checkpoint; the revisions that each policy had then, None without a checkpoint."""
         if self._saved.latest() is None:
-            return False
+            return None
         number, arrays, extra = self._saved.restore(self._arrays())
+        self._steps_at[number] = extra["step"]
         self.trainer.state = {int(bucket): stack for bucket, stack in arrays.items()}
         self.step, self.notes = extra["step"], extra["notes"]
         for book, seen in zip(self.shapes, extra["shapes"]):
             book.seen = [tuple(shape) for shape in seen]
         common.say(f"resumed checkpoint {number}: " + ", ".join(f"{n} at step {s}" for n, s in self.step.items()))
-        return True
+        return extra["exported"]
+
+    def _continue(self, start: dict[str, str]) -> None:
+        """Policies that the catalog had before this run go on from their last revision, with a fresh optimizer."""
+        for name, full in self.names.items():
+            if full in start:
+                loaded = adapters.read_adapter(start[full], self.trainer.base, self.catalog)
+                common.say(f"policy {name} exists in the catalog: it continues from revision {loaded.revision}")
+                self.trainer.load_adapter(name, loaded.adapter)
 
     def _introduce(self, name: str) -> None:
         config, bucket = self.trainer.policies[name].adapter, self.trainer.slots[name].bucket
@@ -79,57 +142,95 @@ class TrainingRun:
         """Float32 bytes of a policy's factors at its true rank."""
         return params_lib.nbytes(self.trainer.adapter(name))
 
-    def packed(self, name: str) -> bytes:
-        """A policy's present adapter as a packed revision."""
-        schema = Schema(self.trainer.base.fingerprint, self.trainer.policies[name].adapter)
-        return pack(self.trainer.adapter(name), schema)
+    def snapshot(self, name: str) -> Snapshot:
+        """A policy's present adapter; one copy for all who ask between two updates. All processes must call it."""
+        if name not in self._snapshots:
+            self._snapshots[name] = Snapshot(self.trainer.snapshot(name), self._schema(name))
+        return self._snapshots[name]
+
+    @property
+    def keeps_rollouts(self) -> bool:
+        """Whether ``keep`` is wanted."""
+        return self.config.get("keep_rollouts", KEEP_ROLLOUTS) > 0
+
+    def keep(self, name: str, step: int, drawn_by: Snapshot | str, rollouts: Callable[[str], Rollouts]) -> None:
+        """Records a policy's rollouts of a step, off this thread.
+
+        Args:
+            step: updates behind the policy when they were drawn.
+            drawn_by: the adapter that drew all their tokens, or its digest.
+            rollouts: makes the object from that digest.
+        """
+        if self._recorder is None:
+            return
+        full, last = self.names[name], self.config.get("keep_rollouts", KEEP_ROLLOUTS)
+
+        def make(recorded: int) -> tuple[bytes, int, float]:
+            made = rollouts(drawn_by if isinstance(drawn_by, str) else drawn_by.digest)
+            tokens = sum(len(row) for group in made.tokens for row in group)
+            data = pack_rollouts(dataclasses.replace(made, policy=full, step=recorded))
+            return data, tokens, float(np.mean(made.rewards))
+
+        self._recorder.rollout(full, step, make, last)
 
     def record(self, step: int, rows: dict[str, dict[str, Any]], detail: str) -> None:
         """Notes one update of some policies: metrics, progress, and exports and a checkpoint when they are due."""
         for name, row in rows.items():
             self.step[name] = step + 1
+            self._snapshots.pop(name, None)
             self._writer.write(step, name, row)
             if row.get("skipped"):
                 common.say(f"policy {name}: the gradient of step {step + 1} was not finite; the update was skipped")
         self._progress.update(sum(self.step.values()), detail)
-        if (step + 1) % self.config.export_every == 0 or step + 1 == self.config.steps:
+        due = min(self.step.values()) >= self._due
+        if due and self._recorder is not None:
+            self._recorder.drain()  # a resumed run does not come back to the steps before its checkpoint
+        if self._exports(step + 1):
             self._export(rows, step + 1)
-        if min(self.step.values()) >= self._due:
+        if due:
             self.save()
             self._due = min(self.step.values()) + self.config.checkpoint.every
 
-    def _export(self, names: Iterable[str], step: int) -> None:
-        for name in names:  # the copy to the host is made now; packing and writing run beside the next step
-            data = self.packed(name)
-            if multihost.is_main():
-                self._exports.append(self._exporter.submit(self._write_revision, name, step, data))
+    def _exports(self, step: int) -> bool:
+        return step % self.config.export_every == 0 or step == self.config.steps
 
-    def _write_revision(self, name: str, step: int, data: bytes) -> str:
-        digest = self.store.put(data)
-        with self._log.open("a") as file:
-            file.write(json.dumps({"policy": name, "step": step, "revision": digest, "bytes": len(data), "time": time.time()}) + "\n")
-        return digest
+    def _export(self, names: Iterable[str], step: int, final: bool = False) -> None:
+        """The copies to the host begin now; packing and writing run beside the next step."""
+        snapshots = {name: self.snapshot(name) for name in names}
+        if self._recorder is not None:
+            origin = f"{self.config.job} in {self.workdir}"
+            self._recorder.export({self.names[name]: s for name, s in snapshots.items()}, step, origin, final)
 
     def save(self) -> None:
         """Starts a checkpoint of all policies, unless this very state is saved already."""
         number = sum(self.step.values())
         self._saved.wait()
         if number and self._saved.latest() != number:
-            extra = {"step": self.step, "notes": self.notes, "shapes": [book.seen for book in self.shapes]}
+            exported = self._recorder.numbers if self._recorder is not None else {}
+            extra = {"step": self.step, "notes": self.notes, "shapes": [book.seen for book in self.shapes], "exported": exported}
+            self._steps_at[number] = dict(self.step)
             self._saved.save(number, self._arrays(), json.loads(json.dumps(extra)))
 
-    def close(self) -> dict[str, str]:
-        """Saves, waits for everything in flight, and returns each policy's final revision."""
-        self.save()
-        packed = {name: self.packed(name) for name in self.trainer.policies}
+    def _committed(self, number: int) -> None:
+        """Records a checkpoint that is durable. It is of all policies; its number is the sum of their steps."""
+        steps = self._steps_at.pop(number)
+        if self._recorder is not None:
+            place = str(self._saved.directory / f"step_{number}")
+            self._recorder.checkpoint(place, {self.names[name]: step for name, step in steps.items()})
 
-        def finish() -> dict[str, str]:
-            for export in self._exports:
-                export.result()
-            return {name: self.store.put(data) for name, data in packed.items()}  # the last export, found again
+    def close(self) -> dict[str, tuple[str, int]]:
+        """Saves, waits for everything in flight, gives the policies back, and returns digest and number of each final revision."""
+        self.save()
+        self._saved.close()
+        for step in sorted(set(self.step.values())):
+            self._export([name for name in self.names if self.step[name] == step], step, final=True)
+
+        def finish() -> dict[str, tuple[str, int]]:
+            assert self._recorder is not None
+            self._recorder.drain()
+            return {name: self._recorder.final[full] for name, full in self.names.items()}
 
         final = multihost.agree("final revisions", finish)
-        self._saved.close()
         self._writer.close()
-        self._exporter.shutdown()
-        return final
+        self._give_up()
+        return {name: (digest, number) for name, (digest, number) in final.items()}

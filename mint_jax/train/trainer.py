@@ -236,10 +236,20 @@ class Trainer:
 
     def adapter(self, name: str) -> Any:
         """One policy's adapter on the host, at its true rank and targets."""
+        return jax.tree.map(np.asarray, jax.device_get(self.snapshot(name)))
+
+    def snapshot(self, name: str) -> Any:
+        """``adapter`` on the devices: arrays of its own, which later updates leave alone, whole in every process.
+
+        Their copies to the host are under way when it returns, so that ``jax.device_get`` in another thread only waits.
+        """
         self._order([name])
         config, slot = self.policies[name].adapter, self.slots[name]
         wanted = lora_tree.adapter_specs(self.specs, config)
-        return multihost.to_host(lora_tree.read_slot(self.state[slot.bucket].adapters, slot.index, config.rank, wanted))
+        arrays = multihost.whole(lora_tree.read_slot(self.state[slot.bucket].adapters, slot.index, config.rank, wanted))
+        for array in jax.tree.leaves(arrays):
+            array.copy_to_host_async()
+        return arrays
 
     def load_adapter(self, name: str, adapter: Any) -> None:
         """Starts a policy from given weights, with fresh optimizer state.

@@ -9,7 +9,7 @@ import torch
 from ml_collections import ConfigDict
 
 from mint_jax.errors import UserError
-from mint_jax.jobs import JOBS, evaluate, export, import_, sample, score
+from mint_jax.jobs import JOBS, export, import_, sample, score
 from tests import oracles
 
 ATOL = 2e-4  # float32 on both sides, sums of up to 80 terms in another order
@@ -94,29 +94,68 @@ def test_sample_is_greedy_as_torch_and_reports_its_logprobs(hf_dirs, adapters, r
 
 
 def test_import_then_export_gives_back_the_peft_adapter(hf_dirs, adapters, rng, tmp_path):
-    base = str(hf_dirs("llama"))
-    for source in adapters:
-        result = import_.run(config_of("import", base=base, input=source, revisions=str(tmp_path / "revisions")), tmp_path / "work")
+    base, catalog = str(hf_dirs("llama")), str(tmp_path / "catalog")
+    for k, source in enumerate(adapters):
+        settings = {"base": base, "input": source, "policy": f"team/rank{k}", "catalog": catalog}
+        result = import_.run(config_of("import", **settings), tmp_path / "work")
+        assert result["name"] == f"team/rank{k}@1"
         target = tmp_path / f"{result['revision'][:8]}"
-        export.run(config_of("export", base=base, revision=result["path"], output=str(target)), tmp_path / "work")
+        settings = {"base": base, "revision": result["name"], "output": str(target), "catalog": catalog}
+        assert export.run(config_of("export", **settings), tmp_path / "work")["revision"] == result["revision"]
         tokens = rng.integers(0, 97, (2, 12))
         logits = [oracles.torch_logits(peft.PeftModel.from_pretrained(oracles.torch_model(base), d), tokens) for d in (source, str(target))]
         np.testing.assert_array_equal(*logits)
-        # the revision itself scores as the PEFT directory does
-        write_lines(tmp_path / "in.jsonl", [{"tokens": tokens[0].tolist(), "adapter": a} for a in (source, result["path"])])
+        # the revision itself scores as the PEFT directory does, by any of its names
+        names = (source, result["name"], f"team/rank{k}@latest", f"team/rank{k}", result["revision"], result["revision"][:12])
+        write_lines(tmp_path / "in.jsonl", [{"tokens": tokens[0].tolist(), "adapter": a} for a in names])
         fields = {"base": base, "input": str(tmp_path / "in.jsonl"), "output": str(tmp_path / "out.jsonl"), "max_tokens": 64}
-        score.run(config_of("score", **fields), tmp_path / "work")
-        first, second = read_lines(tmp_path / "out.jsonl")
-        np.testing.assert_allclose(first["logprobs"][1:], second["logprobs"][1:], atol=1e-6)  # other rows of one batch
+        score.run(config_of("score", **fields, catalog=catalog), tmp_path / "work")
+        first, *others = read_lines(tmp_path / "out.jsonl")
+        for other in others:
+            np.testing.assert_allclose(first["logprobs"][1:], other["logprobs"][1:], atol=1e-6)  # other rows of one batch
 
 
-def test_evaluate_reports_base_and_adapter(hf_dirs, tmp_path):
-    fields = {"env": {"name": "digit_sum"}, "examples": 3, "samples": 2, "adapters": {"base": "", "same": ""}, "max_rows": 8}
-    sampling = {"max_tokens": 3, "temperature": 1.0}
-    result = evaluate.run(config_of("evaluate", base="tiny-random", sampling=sampling, **fields), tmp_path)
-    rewards = {row["name"]: row["reward"] for row in result["results"]}
-    assert rewards["base"] == rewards["same"]  # the same seeds, whatever batch they are in
-    assert all(row["standard_error"] >= 0 for row in result["results"])
+def test_sampled_tokens_name_their_revision(hf_dirs, adapters, tmp_path):
+    base, catalog = str(hf_dirs("llama")), str(tmp_path / "catalog")
+    settings = {"base": base, "input": adapters[0], "policy": "p", "catalog": catalog}
+    digest = import_.run(config_of("import", **settings), tmp_path / "work")["revision"]
+    write_lines(
+        tmp_path / "in.jsonl", [{"tokens": [5, 6], "adapter": "p@latest"}, {"tokens": [5, 6]}, {"tokens": [7], "adapter": adapters[0]}]
+    )
+    fields = {"base": base, "input": str(tmp_path / "in.jsonl"), "output": str(tmp_path / "out.jsonl"), "catalog": catalog}
+    sample.run(config_of("sample", **fields, max_rows=8, sampling={"max_tokens": 4, "seed": 1}), tmp_path / "work")
+    assert [line["revision"] for line in read_lines(tmp_path / "out.jsonl")] == [digest, None, digest]
+
+
+@pytest.mark.parametrize(
+    ("name", "catalog", "says"),
+    [
+        ("p@latest", "", "no catalog is given"),
+        ("nowhere", "", "no PEFT directory"),
+        ("q@latest", "here", "policy 'q' is not in the catalog"),
+        ("p@7", "here", "has no revision 7"),
+        ("ab" * 32, "here", "is not in the catalog"),
+        ("p@latest", "nowhere", "nowhere does not exist"),
+    ],
+)
+def test_an_unknown_name_is_refused(name, catalog, says, hf_dirs, adapters, tmp_path):
+    base = str(hf_dirs("llama"))
+    settings = {"base": base, "input": adapters[0], "policy": "p", "catalog": str(tmp_path / "here")}
+    import_.run(config_of("import", **settings), tmp_path / "work")
+    place = str(tmp_path / catalog) if catalog else ""
+    with pytest.raises(UserError, match=says):
+        export.run(config_of("export", base=base, revision=name, catalog=place, output=str(tmp_path / "out")), tmp_path / "work")
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_adapter_of_another_base_is_refused(hf_dirs, adapters, tmp_path):
+    catalog = str(tmp_path / "catalog")
+    settings = {"base": str(hf_dirs("llama")), "input": adapters[0], "policy": "p", "catalog": catalog}
+    import_.run(config_of("import", **settings), tmp_path / "work")
+    write_lines(tmp_path / "in.jsonl", [{"tokens": [1, 2], "adapter": "p@1"}])
+    fields = {"base": str(hf_dirs("llama_bias")), "input": str(tmp_path / "in.jsonl"), "output": str(tmp_path / "o"), "max_tokens": 64}
+    with pytest.raises(UserError, match="load its own base"):
+        score.run(config_of("score", **fields, catalog=catalog), tmp_path / "work")
 
 
 @pytest.mark.parametrize(
@@ -138,14 +177,6 @@ def test_score_refuses(row, says, hf_dirs, tmp_path):
     with pytest.raises(UserError, match=says):
         score.run(config_of("score", **fields), tmp_path / "work")
     assert not (tmp_path / "out.jsonl").exists()
-
-
-def test_adapter_of_another_base_is_refused(hf_dirs, adapters, tmp_path):
-    result = import_.run(config_of("import", base=str(hf_dirs("llama")), input=adapters[0], revisions=""), tmp_path / "work")
-    write_lines(tmp_path / "in.jsonl", [{"tokens": [1, 2], "adapter": result["path"]}])
-    fields = {"base": str(hf_dirs("llama_bias")), "input": str(tmp_path / "in.jsonl"), "output": str(tmp_path / "o"), "max_tokens": 64}
-    with pytest.raises(UserError, match="load its own base"):
-        score.run(config_of("score", **fields), tmp_path / "work")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from mint_jax.catalog.revisions import RevisionStore
+from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.catalog.packed import unpack
 from mint_jax.envs.env import Example, ListEnvironment
 from mint_jax.errors import UserError
 from mint_jax.jobs import common, dpo, grpo, sft
@@ -75,8 +76,9 @@ def test_schedules_give_the_same_policies(own_env, tmp_path):
             policy.optimizer.learning_rate = 1e-4
         workdir = tmp_path / f"{schedule}{cohorts}"
         result = grpo.run(config, workdir)
-        store = RevisionStore(workdir / "revisions")
-        results[schedule, cohorts] = {p["name"]: store.get(p["revision"])[0] for p in result["policies"]}
+        with Catalog.open(workdir / "catalog") as catalog:
+            results[schedule, cohorts] = {p["name"]: unpack(catalog.load(p["revision"]))[0] for p in result["policies"]}
+            assert [catalog.resolve(p["name"]).digest for p in result["policies"]] == [p["revision"] for p in result["policies"]]
         for p in result["policies"]:
             assert p["adapter_bytes"] > 0
         rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mint_jax import mesh
-from mint_jax.catalog.revisions import RevisionStore
+from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.checkpoint import Checkpoints
 from mint_jax.jobs import grpo
 from mint_jax.lora.tree import AdapterConfig
@@ -97,13 +97,31 @@ def environment(tmp_path_factory, monkeypatch):
 
 
 def exported(workdir) -> dict[tuple[str, int], str]:
-    """(policy, step) -> digest; every line's revision loads, and a step that was done twice made the same one."""
-    store, out = RevisionStore(workdir / "revisions"), {}
-    for line in (workdir / "revisions.jsonl").read_text().splitlines(keepends=True):
-        if line.endswith("\n"):  # SIGKILL may cut the last line short: that one was not acknowledged
-            row = json.loads(line)
-            store.get(row["revision"])
-            assert out.setdefault((row["policy"], row["step"]), row["revision"]) == row["revision"]
+    """(policy, step) -> digest; every revision loads, and a step that was done twice is there once."""
+    out = {}
+    with Catalog.open(workdir / "catalog") as catalog:
+        for policy in catalog.policies():
+            revisions = catalog.revisions(policy.name)
+            for revision in revisions:
+                catalog.load(revision.digest)
+                assert (policy.name, revision.step) not in out, "a step was acknowledged twice"
+                out[policy.name, revision.step] = revision.digest
+            steps = [revision.step for revision in revisions]
+            assert steps == sorted(steps)
+            if revisions:
+                assert catalog.resolve(policy.name).number == revisions[-1].number
+                moves = [move.after for move in catalog.history(policy.name, "latest")]
+                assert moves == sorted(moves), "latest went back"
+        assert not list(catalog.verify())
+    return out
+
+
+def kept(workdir) -> dict[tuple[str, int], str]:
+    """(policy, step) -> digest of the rollouts that the catalog keeps."""
+    with Catalog.open(workdir / "catalog") as catalog:
+        records = [record for policy in catalog.policies() for record in catalog.rollouts(policy.name)]
+    out = {(record.policy, record.step): record.digest for record in records}
+    assert len(out) == len(records), "a step's rollouts were recorded twice"
     return out
 
 
@@ -131,6 +149,8 @@ def test_grpo_stopped_and_resumed_is_grpo_uninterrupted(environment, tmp_path, m
     assert run(4, tmp_path / "parts") == whole
     digests = exported(tmp_path / "whole")
     assert exported(tmp_path / "parts") == digests
+    assert kept(tmp_path / "parts") == kept(tmp_path / "whole")
+    assert len(kept(tmp_path / "whole")) == 4 * len(whole)
     assert measured(tmp_path / "parts") == measured(tmp_path / "whole")
     assert len(set(digests.values())) == 4 * len(whole), "every step of every policy made another revision"
     assert whole == {name: digests[name, 4] for name in whole}
@@ -164,9 +184,11 @@ def test_grpo_killed_at_any_moment_ends_as_if_uninterrupted(environment, tmp_pat
         time.sleep(rng.uniform(0, 0.1))
         job.send_signal(signal.SIGKILL)
         assert job.wait() == -signal.SIGKILL, "the job ended before it was killed"
-        exported(killed)
+        if (killed / "catalog" / "catalog.db").is_file():
+            exported(killed)
     assert launch(killed).wait(timeout=600) == 0
     assert exported(killed) == exported(tmp_path / "whole")
+    assert kept(killed) == kept(tmp_path / "whole")
     assert measured(killed) == measured(tmp_path / "whole")
     results = [json.loads((w / "result.json").read_text())["policies"] for w in (killed, tmp_path / "whole")]
     assert results[0] == results[1]

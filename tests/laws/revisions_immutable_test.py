@@ -1,20 +1,21 @@
 """Laws 5, 6 and 9: a revision is its bytes, is there whole or not at all, never changes, and is refused where it does not fit."""
 
 import dataclasses
-import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from blake3 import blake3
 
-from mint_jax.catalog.revisions import FILE, RevisionStore, Schema, pack
+from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.catalog.packed import Schema, digest_of, pack, unpack
 from mint_jax.errors import UserError
 from mint_jax.jobs.adapters import read_adapter
+from mint_jax.jobs.catalogs import JobCatalog
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import transformer
@@ -38,49 +39,73 @@ def random_groups(rng, vocab, lengths=(6, 4)):
     return [Group(rng.integers(3, vocab, 4).tolist(), [sequence(n) for n in lengths]) for _ in range(2)]
 
 
-def test_digest_covers_payload_schema_and_base(tiny_base, rng, tmp_path):
+@pytest.fixture
+def catalog(tmp_path):
+    with Catalog.open(tmp_path / "catalog") as opened:
+        yield opened
+
+
+def files(catalog) -> dict[str, tuple]:
+    """Inode and time of every payload file."""
+    found = (p.stat() for p in sorted(payloads(catalog)))
+    return {str(path): (f.st_ino, f.st_mtime_ns, f.st_size) for path, f in zip(sorted(payloads(catalog)), found)}
+
+
+def payloads(catalog) -> list[Path]:
+    return [path for path in Path(catalog.store.url.removeprefix("file://")).rglob("*.pack") if path.is_file()]
+
+
+def test_digest_covers_payload_schema_and_base(tiny_base, rng, catalog):
     adapter = random_adapter(tiny_base("llama"), CONFIG, rng)
     schema = Schema("base one", CONFIG)
-    store = RevisionStore(tmp_path)
-    digest = store.put(pack(adapter, schema))
-    assert digest == blake3((tmp_path / digest / FILE).read_bytes()).hexdigest()
-    before = (tmp_path / digest / FILE).stat()
-    assert RevisionStore(tmp_path).put(pack(jax.tree.map(np.array, adapter), Schema("base one", AdapterConfig(3)))) == digest
-    assert (tmp_path / digest / FILE).stat() == before, "the same bytes are not written again"
+    data = pack(adapter, schema)
+    made = catalog.export("p", data, 1, create=True)
+    assert made.digest == digest_of(data) == digest_of(catalog.load("p"))
+    before = files(catalog)
+    assert len(before) == 1
+    backwards = jax.tree.map(np.asfortranarray, adapter)  # neither memory layout nor who holds the array matters
+    again = catalog.export("other", pack(backwards, Schema("base one", AdapterConfig(3))), 7, create=True)
+    assert again.digest == made.digest
+    assert files(catalog) == before, "the same bytes are not written again"
     one_bit = jax.tree.map(np.array, adapter)
     one_bit["dense"]["attn"]["q"]["a"].view(np.int32)[0, 0, 0] ^= 1
     others = [pack(one_bit, schema), pack(adapter, Schema("base two", CONFIG))]
     others += [pack(adapter, Schema("base one", dataclasses.replace(CONFIG, **change))) for change in ({"alpha": 17.0}, {"rslora": True})]
-    assert len({digest, *map(store.put, others)}) == 5
-    assert set(store) == {digest, *map(store.put, others)}
-    loaded, found = store.get(digest)
+    digests = [catalog.export(f"p{i}", other, 1, create=True).digest for i, other in enumerate(others)]
+    assert len({made.digest, *digests}) == 5
+    loaded, found = unpack(catalog.load(made.digest))
     jax.tree.map(np.testing.assert_array_equal, loaded, adapter)
     assert found == schema
 
 
-@pytest.mark.parametrize("damage", ["bit", "cut", "longer", "swapped"])
-def test_loading_verifies_the_bytes(tiny_base, rng, tmp_path, damage):
+@pytest.mark.parametrize("damage", ["bit", "cut", "zeros"])
+def test_loading_verifies_the_bytes(tiny_base, rng, catalog, damage):
     adapter = random_adapter(tiny_base("llama"), CONFIG, rng)
-    store = RevisionStore(tmp_path)
-    digest = store.put(pack(adapter, Schema("base", CONFIG)))
-    other = store.put(pack(jax.tree.map(np.negative, adapter), Schema("base", CONFIG)))
-    path = tmp_path / digest / FILE
+    made = catalog.export("p", pack(adapter, Schema("base", CONFIG)), 1, create=True)
+    sound = catalog.export("p", pack(jax.tree.map(np.negative, adapter), Schema("base", CONFIG)), 2)
+    place = catalog.resolve(made.digest).place
+    (path,) = (p for p in payloads(catalog) if place.pack in str(p) or p.stem in place.pack)
     data = bytearray(path.read_bytes())
-    at = int(rng.integers(len(data)))
-    data[at] ^= 1 << int(rng.integers(8))
-    path.write_bytes(
-        {"bit": data, "cut": data[:at], "longer": path.read_bytes() + b"\0", "swapped": (tmp_path / other / FILE).read_bytes()}[damage]
-    )
-    with pytest.raises(UserError, match=rf"{digest[:12]} .* is corrupt"):
-        store.get(digest)
+    at = place.offset + int(rng.integers(place.length // 2, place.length))
+    if damage == "bit":
+        data[at] ^= 1 << int(rng.integers(8))
+    elif damage == "cut":
+        del data[at:]
+    else:
+        data[place.offset : place.offset + place.length] = bytes(place.length)
+    path.chmod(0o644)
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=rf"{made.digest[:12]} is damaged"):
+        catalog.load("p@1")
+    assert digest_of(catalog.load("p@2")) == sound.digest, "damage is that revision's alone"
 
 
-def test_a_revision_samples_the_same_tokens_while_its_policy_trains_on(tiny_base, rng, tmp_path):
+def test_a_revision_samples_the_same_tokens_while_its_policy_trains_on(tiny_base, rng, catalog):
     base = tiny_base("llama")
     usual = PolicyConfig("a", CONFIG, OptimizerConfig(learning_rate=0.1), LossConfig("importance_sampling"))
     trainer = Trainer(base, [usual, dataclasses.replace(usual, name="b", seed=1), PolicyConfig("c", AdapterConfig(1))])
     trainer.load_adapter("a", random_adapter(base, CONFIG, rng))
-    store, engine = RevisionStore(tmp_path), DenseEngine(base)
+    engine = DenseEngine(base)
     prompt = tuple(rng.integers(3, base.cfg.vocab_size, 7).tolist())
 
     def sample(slot, stacks):
@@ -88,12 +113,12 @@ def test_a_revision_samples_the_same_tokens_while_its_policy_trains_on(tiny_base
         return engine.generate(requests, stacks)
 
     def load(digest):
-        adapter, schema = store.get(digest)
+        adapter, schema = unpack(catalog.load(digest))
         assert lora_tree.check_fits(adapter, schema.config, trainer.specs, digest) == 7 * base.cfg.num_layers
         stacks, slots = lora_tree.stack_adapters(trainer.specs, {"r": (schema.config, adapter)})
         return slots["r"], stacks
 
-    digest = store.put(pack(trainer.adapter("a"), Schema(base.fingerprint, CONFIG)))
+    digest = catalog.export("a", pack(trainer.adapter("a"), Schema(base.fingerprint, CONFIG)), 0, create=True).digest
     resident = load(digest)
     first = sample(*resident)
     assert first == sample(trainer.slots["a"], trainer.stacks), "by file as by the trainer's own slot"
@@ -105,57 +130,62 @@ def test_a_revision_samples_the_same_tokens_while_its_policy_trains_on(tiny_base
         assert sample(*load(digest)) == first
         jax.tree.map(np.testing.assert_array_equal, trainer.state, training)
     assert sample(trainer.slots["a"], trainer.stacks) != first, "the policy did not move"
-    assert store.put(pack(trainer.adapter("a"), Schema(base.fingerprint, CONFIG))) != digest
+    catalog.export("a", pack(trainer.adapter("a"), Schema(base.fingerprint, CONFIG)), 2)
+    assert catalog.resolve("a").digest != digest == catalog.resolve("a@1").digest
+
+
+def test_a_snapshot_is_not_touched_by_later_updates(tiny_base, rng):
+    """Also where it is a whole stack: one slot, a rank that fills its bucket."""
+    base = tiny_base("llama")
+    trainer = Trainer(base, [PolicyConfig("a", AdapterConfig(4), OptimizerConfig(learning_rate=0.1), LossConfig("importance_sampling"))])
+    before, taken = trainer.adapter("a"), trainer.snapshot("a")
+    for _ in range(2):
+        trainer.update({"a": random_groups(rng, base.cfg.vocab_size)})
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(taken), before)
+    assert any(np.any(x != y) for x, y in zip(jax.tree.leaves(trainer.adapter("a")), jax.tree.leaves(before)))
 
 
 WRITER = """
 import sys
 import numpy as np
-from mint_jax.catalog.revisions import RevisionStore, Schema, pack
+from mint_jax.catalog.exports import Export
+from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.catalog.packed import Schema, pack
 from mint_jax.lora.tree import AdapterConfig
-store = RevisionStore(sys.argv[1])
+catalog = Catalog.open(sys.argv[1])
 for i in range(int(sys.argv[2]), 10**6):
     adapter = {"dense": {"q": {"a": np.full((1, 1, 50_000), i, np.float32)}}}
-    print(i, store.put(pack(adapter, Schema("base", AdapterConfig(1)))), flush=True)
+    made = catalog.export("p", pack(adapter, Schema("base", AdapterConfig(1))), i, create=True)
+    print(i, made.number, made.digest, flush=True)
 """
 
 
 def test_killed_at_any_moment_every_acknowledged_revision_loads(rng, tmp_path):
-    acknowledged: dict[int, str] = {}
+    acknowledged: dict[int, tuple[str, str]] = {}
     for _ in range(5):
-        first = len(acknowledged)
+        first = max(acknowledged, default=-1) + 1
         command = [sys.executable, "-c", WRITER, str(tmp_path), str(first)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
             lines = [writer.stdout.readline() for _ in range(rng.integers(1, 6))]
             time.sleep(rng.uniform(0, 0.05))  # anywhere in the writing of one of the next revisions
             writer.send_signal(signal.SIGKILL)
             lines += [line for line in writer.stdout if line.endswith("\n")]
-        for i, digest in (line.split() for line in lines):
-            acknowledged[int(i)] = digest
-        store = RevisionStore(tmp_path)
-        for i, digest in acknowledged.items():
-            adapter, _ = store.get(digest)
-            assert (adapter["dense"]["q"]["a"] == i).all()
-        visible = list(store)
-        assert set(visible) >= set(acknowledged.values())
-        assert len(visible) <= len(acknowledged) + 5, "at most the one that was renamed but not yet acknowledged, per kill"
-        for digest in visible:
-            store.get(digest)
-
-
-def test_what_a_killed_writer_left_is_swept(tmp_path, rng):
-    store = RevisionStore(tmp_path)
-    kept = store.put(pack({"q": rng.normal(size=3)}, Schema("base", AdapterConfig(1))))
-    leftover = tmp_path / f"{'ab' * 32}.orbax-checkpoint-tmp"  # as SIGKILL leaves it
-    leftover.mkdir()
-    (leftover / FILE).write_bytes(b"half")
-    long_ago = time.time() - 7 * 24 * 3600  # no writer is still at it
-    os.utime(leftover, (long_ago, long_ago))
-    reopened = RevisionStore(tmp_path)
-    assert list(reopened) == [kept]
-    reopened.put(pack({"q": rng.normal(size=3)}, Schema("base", AdapterConfig(1))))
-    assert not leftover.exists()
-    assert set(reopened) > {kept}
+        for i, number, digest in (line.split() for line in lines):
+            acknowledged[int(i)] = (number, digest)
+        with Catalog.open(tmp_path) as catalog:
+            for i, (number, digest) in acknowledged.items():
+                adapter, _ = unpack(catalog.load(f"p@{number}"))
+                assert (adapter["dense"]["q"]["a"] == i).all()
+                assert catalog.revision("p", int(number)).digest == digest
+            visible = catalog.revisions("p")
+            assert len(visible) <= len(acknowledged) + 5, "at most the one that was committed but not yet acknowledged, per kill"
+            for revision in visible:
+                catalog.load(revision.digest)
+            assert len({revision.step for revision in visible}) == len(visible), "a repeated export made no second revision"
+            assert catalog.resolve("p@latest").number == visible[-1].number
+            assert not list(catalog.verify())
+            swept = catalog.gc(grace_s=0.0)  # what the kill left
+            assert [r.number for r in catalog.revisions("p")] == [r.number for r in visible], swept
 
 
 GOOD = {"rank": 3, "targets": ("q", "down")}
@@ -204,18 +234,23 @@ def test_an_adapter_that_does_not_fit_is_refused_with_the_reason(tiny_base, rng,
     config = AdapterConfig(**GOOD)
     adapter = random_adapter(base, config, rng)
     assert lora_tree.check_fits(adapter, config, transformer.abstract(base.cfg), "it") == 2 * base.cfg.num_layers
-    digest = RevisionStore(tmp_path).put(pack(spoil(adapter, how), Schema(base.fingerprint, config)))
+    jobs = JobCatalog(tmp_path, create=True)
+    jobs.main.export("p", pack(spoil(adapter, how), Schema(base.fingerprint, config)), 1, create=True)
     with pytest.raises(UserError, match=REASONS[how]):
-        read_adapter(tmp_path / digest, base)
+        read_adapter("p@1", base, jobs)
 
 
 def test_an_adapter_of_another_base_is_refused(tiny_base, rng, tmp_path):
     mine, other = tiny_base("llama"), tiny_base("llama_tied")
     adapter = random_adapter(mine, CONFIG, rng)
-    digest = RevisionStore(tmp_path).put(pack(adapter, Schema(mine.fingerprint, CONFIG)))
-    jax.tree.map(np.testing.assert_array_equal, read_adapter(tmp_path / digest, mine)[0], adapter)
+    jobs = JobCatalog(tmp_path, create=True)
+    made = jobs.main.export("p", pack(adapter, Schema(mine.fingerprint, CONFIG)), 1, create=True)
+    for name in ("p@1", "p@latest", "default/p@1", made.digest, made.digest[:10], "p"):
+        loaded = read_adapter(name, mine, jobs)
+        jax.tree.map(np.testing.assert_array_equal, loaded.adapter, adapter)
+        assert (loaded.digest, str(loaded.revision)) == (made.digest, "p@1")
     with pytest.raises(UserError, match=f"was trained on base {mine.fingerprint[:12]}, this is {other.fingerprint[:12]}"):
-        read_adapter(tmp_path / digest, other)  # every shape would fit
+        read_adapter(made.digest, other, jobs)  # every shape would fit
 
 
 def test_a_target_the_base_lacks_is_refused(tiny_base):

@@ -5,7 +5,7 @@ import contextlib
 import jax
 import numpy as np
 
-from mint_jax.catalog.revisions import Schema, pack
+from mint_jax.catalog.packed import Schema, pack
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.rollout.engine import DenseEngine, Request
 from mint_jax.rollout.score import Scorer

@@ -1,0 +1,214 @@
+"""A run's writes to the catalog, by one thread beside the training: revisions, checkpoints, rollouts, and the sessions' renewal.
+
+What waits is taken together, so revisions that came while a slow storage wrote the ones before go out as one pack and one
+transaction. Process 0 alone has a recorder.
+"""
+
+import dataclasses
+import functools
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from mint_jax.catalog.exports import Export
+from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.catalog.packed import Schema, digest_of, pack
+from mint_jax.catalog.records import Lease, Session
+from mint_jax.errors import UserError
+
+SESSION_S = 120.0  # a run that is gone keeps others from its policies for so long
+RENEW_S = SESSION_S / 4
+WAITING = 16  # pieces of work that may wait; then the training waits for the storage
+
+
+class Snapshot:
+    """An adapter as it was at one moment: its own arrays on the devices, packed on the host when first asked.
+
+    Args:
+        arrays: each whole in this process, their copies to the host under way.
+    """
+
+    def __init__(self, arrays: Any, schema: Schema):
+        self._arrays, self._schema = arrays, schema
+        self._lock = threading.Lock()
+        self._packed: tuple[bytes, str] | None = None
+
+    def _made(self) -> tuple[bytes, str]:
+        with self._lock:
+            if self._packed is None:
+                data = pack(jax.device_get(self._arrays), self._schema)
+                self._packed, self._arrays = (data, digest_of(data)), None
+            return self._packed
+
+    @property
+    def data(self) -> bytes:
+        """The packed object."""
+        return self._made()[0]
+
+    @property
+    def digest(self) -> str:
+        """The packed object's digest."""
+        return self._made()[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Export:
+    """Revisions to be made, by policy. ``final``: ``latest`` is to name them, even if the catalog has them and newer ones."""
+
+    snapshots: Mapping[str, Snapshot]
+    step: int
+    origin: str
+    final: bool
+
+
+class Recorder:
+    """See the module. Steps are the run's; the records count on from the revision that a policy began with.
+
+    Args:
+        sessions: the right to write each policy, by the catalog's full names.
+        leases: on revisions that the run samples from.
+        start: ``number`` and ``step`` of the revision that a policy began with, if any.
+
+    Attributes:
+        numbers: of each policy's newest revision of this run.
+        final: digest and number of the final revisions.
+    """
+
+    def __init__(self, catalog: Catalog, sessions: Mapping[str, Session], leases: list[Lease], start: Mapping[str, Mapping[str, Any]]):
+        self.catalog, self.sessions, self.leases = catalog, dict(sessions), leases
+        self.numbers = {policy: start[policy]["number"] if policy in start else 0 for policy in sessions}
+        self._before = {policy: start[policy]["step"] if policy in start else 0 for policy in sessions}
+        self.final: dict[str, tuple[str, int]] = {}
+        self._made: set[tuple[str, int, str]] = set()  # (policy, step, digest) of records from before an interruption
+        self._error: BaseException | None = None
+        self._queue: queue.Queue[_Export | Callable[[], None] | None] = queue.Queue(WAITING)
+        self._thread = threading.Thread(target=self._work, name="catalog", daemon=True)
+        self._thread.start()
+
+    def resume(self, numbers: Mapping[str, int]) -> None:
+        """Looks up what this run recorded before it was interrupted, so that repeated steps make no second record.
+
+        Args:
+            numbers: of the newest revisions that the checkpoint knows; without a checkpoint, empty.
+        """
+        for policy in self.sessions:
+            after = self.numbers[policy] = numbers.get(policy, self.numbers[policy])
+            while page := self.catalog.revisions(policy, after):
+                self._made |= {(policy, revision.step, revision.digest) for revision in page if revision.state == "live"}
+                after = page[-1].number
+            self._made |= {(policy, old.step, old.digest) for old in self.catalog.rollouts(policy, 1000)}
+
+    def export(self, snapshots: Mapping[str, Snapshot], step: int, origin: str, final: bool = False) -> None:
+        """Makes revisions, later; raises what an earlier piece of work raised."""
+        self._put(_Export(snapshots, step, origin, final))
+
+    def rollout(self, policy: str, step: int, make: Callable[[int], tuple[bytes, int, float]], keep: int) -> None:
+        """Records a rollout object, later, and forgets those from ``keep`` steps ago and before.
+
+        Args:
+            make: from the step as recorded to the object, its sampled tokens and its mean reward.
+        """
+
+        def work() -> None:
+            recorded = self._before[policy] + step
+            data, tokens, mean_reward = make(recorded)
+            if (policy, recorded, digest_of(data)) not in self._made:
+                session = self.sessions[policy]
+                self.catalog.rollout(policy, recorded, data, tokens=tokens, mean_reward=mean_reward, session=session)
+            if step >= keep:
+                self.catalog.drop_rollouts(policy, recorded + 1 - keep)
+
+        self._put(work)
+
+    def checkpoint(self, place: str, steps: Mapping[str, int]) -> None:
+        """Records a durable checkpoint of policies at these steps, later, unless it is recorded already."""
+
+        def work() -> None:
+            for policy, step in steps.items():
+                step += self._before[policy]
+                if all((old.step, old.place) != (step, place) for old in self.catalog.checkpoints(policy, 10)):
+                    self.catalog.checkpoint(policy, step, place, session=self.sessions[policy])
+
+        self._put(work)
+
+    def _put(self, work: _Export | Callable[[], None]) -> None:
+        self._check()
+        self._queue.put(work)
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def drain(self) -> None:
+        """Returns when all that was submitted is durable.
+
+        Raises:
+            Whatever went wrong: a ``UserError`` where the storage refuses, or another owner took a policy over.
+        """
+        self._queue.join()
+        self._check()
+
+    def stop(self) -> None:
+        """Finishes what waits, gives the sessions and leases back, and ends the thread. Raises nothing of the work's."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        due, ended = time.monotonic() + RENEW_S, False
+        while not ended:
+            taken = self._take(max(0.0, due - time.monotonic()))
+            ended = None in taken
+            try:
+                if self._error is None:
+                    self._export([work for work in taken if isinstance(work, _Export)])
+                    for work in taken:
+                        if callable(work):
+                            work()
+                    if time.monotonic() >= due:
+                        self._renew()
+                        due = time.monotonic() + RENEW_S
+                elif time.monotonic() >= due:
+                    due = float("inf")  # nothing more is written: others may have the policies
+                if ended:
+                    self._give_back()
+            except BaseException as error:  # told to the training by its next call
+                self._error = self._error or error
+            for _ in taken:
+                self._queue.task_done()
+
+    def _take(self, timeout: float) -> list[Any]:
+        """What waits now, in order; nothing after ``timeout`` seconds."""
+        taken = []
+        try:
+            taken.append(self._queue.get(timeout=min(timeout, threading.TIMEOUT_MAX)))
+            while True:
+                taken.append(self._queue.get_nowait())
+        except queue.Empty:
+            return taken
+
+    def _export(self, exports: list[_Export]) -> None:
+        wanted = [(e, policy, e.step + self._before[policy], s) for e in exports for policy, s in e.snapshots.items()]
+        wanted = [w for w in wanted if w[0].final or (*w[1:3], w[3].digest) not in self._made]
+        made = self.catalog.export_many([Export(p, s.data, step, self.sessions[p], e.origin) for e, p, step, s in wanted])
+        for (export, policy, _, _), revision in zip(wanted, made):
+            self.numbers[policy] = max(self.numbers[policy], revision.number)
+            if export.final:
+                self.final[policy] = (revision.digest, revision.number)
+
+    def _renew(self) -> None:
+        for policy, session in self.sessions.items():
+            self.sessions[policy] = self.catalog.renew_session(session, SESSION_S)
+        self.leases = [self.catalog.renew_lease(lease, SESSION_S) for lease in self.leases]
+
+    def _give_back(self) -> None:
+        ends = [functools.partial(self.catalog.release, lease) for lease in self.leases]
+        ends += [functools.partial(self.catalog.close_session, session) for session in self.sessions.values()]
+        for end in ends:
+            try:
+                end()
+            except UserError as error:  # fenced off, or the database is gone: the others are given back all the same
+                self._error = self._error or error

@@ -1,0 +1,63 @@
+"""The rollout object: exact both ways, and nothing else is taken for one."""
+
+import json
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from mint_jax.catalog.rollouts import Rollouts, pack_rollouts, unpack_rollouts
+from mint_jax.errors import UserError
+
+
+def example(rng, prompts=3, group=2) -> Rollouts:
+    tokens = [[rng.integers(0, 2**31 - 1, rng.integers(0, 6)).tolist() for _ in range(group)] for _ in range(prompts)]
+    logprobs = [[(-rng.exponential(size=len(row))).astype(np.float32).tolist() for row in g] for g in tokens]
+    revisions = [[[f"{t % 3:064x}" for t in row] for row in g] for g in tokens]
+    texts = [rng.integers(0, 97, rng.integers(1, 5)).tolist() for _ in range(prompts)]
+    return Rollouts("team/p", 7, texts, tokens, logprobs, revisions, rng.normal(size=(prompts, group)))
+
+
+@pytest.mark.parametrize(("prompts", "group"), [(3, 2), (1, 1), (4, 8)])
+def test_it_comes_back_as_it_was(rng, prompts, group):
+    for _ in range(5):
+        made = example(rng, prompts, group)
+        data = pack_rollouts(made)
+        assert data == pack_rollouts(made)
+        found = unpack_rollouts(data)
+        for field in ("policy", "step", "prompts", "tokens", "logprobs", "revisions"):
+            assert getattr(found, field) == getattr(made, field)
+        np.testing.assert_array_equal(found.rewards, made.rewards)
+
+
+def test_it_is_compact(rng):
+    made = example(rng, 16, 8)
+    tokens = sum(len(row) for g in made.tokens for row in g)
+    values = 10 * tokens + 4 * sum(map(len, made.prompts)) + 16 * (4 + 8 * 12)
+    assert len(pack_rollouts(made)) < values + 1500
+
+
+def test_every_token_has_a_revision(rng):
+    made = example(rng)
+    with pytest.raises(ValueError, match="one revision"):
+        pack_rollouts(Rollouts("p", 1, made.prompts, [[[1]] * 2] * 3, [[[0.0]] * 2] * 3, [[[]] * 2] * 3, made.rewards))
+
+
+@pytest.mark.parametrize("how", ["empty", "text", "tensors", "cut", "format", "lengths"])
+def test_other_bytes_are_refused(rng, how):
+    data = pack_rollouts(example(rng))
+    if how == "lengths":
+        arrays = safetensors.numpy.load(data)
+        arrays["lengths"] = arrays["lengths"] + 1
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        data = safetensors.numpy.save(arrays, header["__metadata__"])
+    data = {
+        "empty": b"",
+        "text": b"no such thing" * 10,
+        "tensors": safetensors.numpy.save({"tokens": np.zeros(3, np.int32)}),
+        "cut": data[:-1],
+        "format": data.replace(b"mint-rollouts/1", b"mint-rollouts/9"),
+        "lengths": data,
+    }[how]
+    with pytest.raises(UserError, match="rollout"):
+        unpack_rollouts(data)

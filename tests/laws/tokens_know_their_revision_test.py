@@ -1,0 +1,127 @@
+"""Law 7 (with 5 and 12): every sampled token of a job names the revision that drew it, and what that revision is called may move on."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from mint_jax import mesh
+from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.catalog.packed import unpack
+from mint_jax.catalog.rollouts import unpack_rollouts
+from mint_jax.jobs import adapters, grpo
+from mint_jax.jobs.catalogs import JobCatalog
+from mint_jax.lora import tree as lora_tree
+from mint_jax.models import base as base_lib
+from mint_jax.models import transformer
+from mint_jax.rollout.engine import DenseEngine
+from mint_jax.rollout.score import Scorer
+
+ROOT = Path(__file__).parents[2]
+ATOL = 1e-4  # float32: a scorer's batch has another shape than the sampler's
+ENVIRONMENT = """
+from mint_jax.envs.env import Example, ListEnvironment
+
+def make():
+    examples = [Example(str(i * 7919), "") for i in range(100, 112)]
+    return ListEnvironment(examples[2:], examples[:2], lambda completion, example: sum(map(ord, completion)) % 7 / 7)
+"""
+
+
+@pytest.fixture
+def run_job(tmp_path, monkeypatch):
+    """Runs two steps of GRPO into one catalog; ``(workdir, policies, changes of a policy) -> config``."""
+    made = mesh.make_mesh
+    monkeypatch.setattr(mesh, "make_mesh", lambda sizes=None, devices=None: made(sizes, devices or jax.devices()[:1]))
+    (tmp_path / "lettered.py").write_text(ENVIRONMENT)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "lettered", raising=False)
+
+    def run(workdir, names, tenant="default", **changes):
+        config = runpy.run_path(str(ROOT / "configs" / "tiny" / "grpo.py"))["get_config"]()
+        for name in list(config.policies):
+            if name not in names:
+                del config.policies[name]
+        settings = {"steps": 2, "export_every": 1, "tensorboard": False, "catalog": str(tmp_path / "catalog"), "tenant": tenant}
+        config.update(settings)
+        for policy in config.policies.values():
+            policy.unlock()
+            policy.env = {"name": "lettered:make"}
+            policy.optimizer.learning_rate = 0.1
+            policy.update(changes)
+        grpo.run(config, tmp_path / workdir)
+        return config
+
+    return run
+
+
+def records(catalog, policy):
+    """Step -> rollout object."""
+    return {record.step: unpack_rollouts(catalog.read_rollout(record)) for record in catalog.rollouts(policy)}
+
+
+def scores(base, catalog, digest, rollouts):
+    """Log-probabilities of the sampled tokens under a revision, end to end."""
+    adapter, schema = unpack(catalog.load(digest))
+    stacks, slots = lora_tree.stack_adapters(transformer.abstract(base.cfg), {"r": (schema.config, adapter)})
+    texts = [(len(p), p + row) for p, group in zip(rollouts.prompts, rollouts.tokens) for row in group]
+    found = Scorer(base).logprobs([text for _, text in texts], [slots["r"]] * len(texts), stacks)
+    return np.concatenate([values[length - 1 :] for values, (length, _) in zip(found, texts)])
+
+
+def test_every_sampled_token_names_the_revision_that_drew_it(run_job, tmp_path):
+    run_job("on", ("ppo", "cispo"))
+    config = run_job("off", ("ppo",), tenant="off", rollout_revision="ppo@1")
+    base = base_lib.load("tiny-random", mesh.make_mesh({"data": 1}))
+    with Catalog.open(tmp_path / "catalog") as catalog:
+        for policy in ("ppo", "cispo"):
+            by_step = {revision.step: revision.digest for revision in catalog.revisions(policy)}
+            kept = records(catalog, policy)
+            assert sorted(kept) == [0, 1]
+            for step, rollouts in kept.items():
+                digests = {digest for group in rollouts.revisions for row in group for digest in row}
+                assert len(digests) == 1
+                assert [len(row) for g in rollouts.revisions for row in g] == [len(row) for g in rollouts.tokens for row in g]
+                assert (digests == {by_step[1]}) == (step == 1)
+            sampled = np.concatenate([row for group in kept[1].logprobs for row in group])
+            np.testing.assert_allclose(scores(base, catalog, by_step[1], kept[1]), sampled, atol=ATOL)
+            assert np.abs(scores(base, catalog, by_step[2], kept[1]) - sampled).max() > 10 * ATOL, "the policy did not move"
+
+        # off-policy: both steps are drawn from ppo@1, with its logprobs, while another policy trains on them
+        digest = catalog.resolve("ppo@1").digest
+        kept = records(catalog, "off/ppo")
+        assert sorted(kept) == [0, 1]
+        moved = [revision.digest for revision in catalog.revisions("off/ppo")]
+        assert len({digest, *moved}) == 3
+        for rollouts in kept.values():
+            assert {d for group in rollouts.revisions for row in group for d in row} == {digest}
+            sampled = np.concatenate([row for group in rollouts.logprobs for row in group])
+            np.testing.assert_allclose(scores(base, catalog, digest, rollouts), sampled, atol=ATOL)
+        rows = [json.loads(line) for line in (tmp_path / "off" / "metrics.jsonl").read_text().splitlines()]
+        assert all(row["max_gap"] > 10 * ATOL for row in rows), "importance weights come from the revision that drew the tokens"
+
+    jobs = JobCatalog(tmp_path / "catalog")
+    loaded = adapters.read_adapter(digest, base, jobs)
+    jobs.close()
+    job = grpo.ConcurrentGrpo(config, base)
+    job.sample_from({"ppo": loaded})
+    stacks, slots = lora_tree.stack_adapters(transformer.abstract(base.cfg), {"r": (loaded.config, loaded.adapter)})
+    engine, member = DenseEngine(base, base.need_tokenizer().decode), job.members["ppo"]
+    for step, rollouts in kept.items():
+        asked = [
+            member.sampling.request(
+                prompt=tuple(member.prompts[i]), adapter=slots["r"], n=member.sampling.group_size, seed=seed, stop_ids=job.stop_ids
+            )
+            for i, seed in job._draw("ppo", step)
+        ]
+        alone = [[c.tokens for c in group] for group in engine.generate(asked, stacks)]
+        assert rollouts.tokens == alone, "as sampled from that revision alone"
+        before = jax.tree.map(np.array, job.trainer.state)
+        sampled = job.rollout(["ppo"], step)["ppo"]
+        assert [[c.tokens for c in group] for group in sampled.completions] == alone
+        assert sampled.revision == digest
+        jax.tree.map(np.testing.assert_array_equal, job.trainer.state, before)
