@@ -221,9 +221,7 @@ def _locked_policies(
         insert_new(connection, policy_table, rows)
         made = _select_policies(connection, dict.fromkeys(missing))
         owners |= made
-        audit.append(
-            connection, *(audit.row(author, "create", policy, {"schema": policy.json, "keep_last": None}) for policy in made.values())
-        )
+        audit.append(connection, *(audit.row(author, "create", policy, policies.creation(policy, None)) for policy in made.values()))
     for policy in owners.values():
         if policy.state != "active":
             raise UserError(f"policy {full_name(policy.tenant, policy.name)!r} is retired: restore it first")

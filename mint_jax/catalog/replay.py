@@ -48,10 +48,12 @@ def _grouped(connection: sa.Connection, query: sa.Select) -> dict[int, list[sa.R
 def _of_policy(policy: sa.Row, log: list[sa.Row], held: list[sa.Row], named: list[sa.Row]) -> Iterator[Contradiction]:
     name = full_name(policy.tenant, policy.name)
     try:
-        record, expected, moves = _replay(log)
+        told, record, expected, moves = _replay(log)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         yield "policy", name, f"the audit log of policy {name} is damaged ({type(error).__name__}: {str(error)[:80]})"
         return
+    if told not in (None, name):
+        yield "policy", name, f"policy {name} was made as {told}, says the audit log"
     for column, value in record.items():
         found = getattr(policy, column)
         if found != value:
@@ -79,15 +81,17 @@ def _of_policy(policy: sa.Row, log: list[sa.Row], held: list[sa.Row], named: lis
             yield "alias", f"{name}@{alias}", f"alias {name}@{alias} is not where the audit log says"
 
 
-def _replay(log: list[sa.Row]) -> tuple[dict[str, Any], dict[int, dict[str, Any]], dict[str, tuple[int, int]]]:
-    """The policy's columns, its revisions by number, and its aliases' number and version."""
+def _replay(log: list[sa.Row]) -> tuple[str | None, dict[str, Any], dict[int, dict[str, Any]], dict[str, tuple[int, int]]]:
+    """The policy's name, its columns, its revisions by number, and its aliases' number and version."""
     record: dict[str, Any] = {"state": "active", "last_number": 0, "session_number": 0}
     expected: dict[int, dict[str, Any]] = {}
     moves: dict[str, tuple[int, int]] = {}
+    told: str | None = None
     for row in log:
         details = json.loads(row.details)
         if row.action == "create":
             record |= {"json": details["schema"], "keep_last": details["keep_last"]}
+            told = details.get("policy")  # not in logs of earlier versions
         elif row.action == "keep_last":
             record["keep_last"] = details["after"]
         elif row.action in ("retire", "restore"):
@@ -111,4 +115,4 @@ def _replay(log: list[sa.Row]) -> tuple[dict[str, Any], dict[int, dict[str, Any]
             moves[row.alias] = (row.after, row.version)
             if expected[row.after]["digest"] != details["digest"]:
                 raise ValueError(f"entry {row.id} gives revision {row.after} another digest")
-    return record, expected, moves
+    return told, record, expected, moves

@@ -45,7 +45,7 @@ def verify_one(database: Database, store: PayloadStore, found: Resolved) -> Iter
 
 
 def verify_all(database: Database, store: PayloadStore) -> Iterator[Finding]:
-    """Checks the database's own consistency and its rows against the audit log, every pack's index and every payload's bytes. Reads everything once."""
+    """Checks the database's file, its rows against the audit log, every pack's index and every payload's bytes. Reads all of it once."""
     for check in (_file_damage, _replay_log, _schema_damage):
         yield from _told(check(database))
     yield from _told(_verify_packs(database, store))

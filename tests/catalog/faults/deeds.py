@@ -168,7 +168,9 @@ def for_ever(catalog: Catalog, number: int, log: str, seed: int, grace_s: float)
 
 
 def killed_at(catalog: Catalog, number: int, log: str, kind: str, boundary: int, reads: bool) -> int:
-    """One deed, killed before its call number ``boundary`` of storage or database, or before its acknowledgement.
+    """Looks at what the one before left; then does one deed, killed before its call number ``boundary``.
+
+    Calls are those of storage and database; the last boundary is the one before the acknowledgement.
 
     Args:
         reads: count statements that only read, too; between two of them nothing changes that another process could see.
@@ -176,6 +178,10 @@ def killed_at(catalog: Catalog, number: int, log: str, kind: str, boundary: int,
     Returns:
         How many boundaries there are, where ``boundary`` is beyond them.
     """
+    from tests.catalog.faults import inspect
+
+    found = inspect.inspect(catalog, str(Path(log).parent), collect=True)
+    assert not found, found
     worker = Worker(catalog, number, log, 0.0, "own0")
     worker.ready(kind)
     fuse = Fuse(boundary, reads)

@@ -143,7 +143,7 @@ def _against(connection: sa.Connection, said: Logs) -> list[str]:
     wrong += [f"nobody made policy {name}" for name in set(names.values()) - policies]
     if strangers := authors - said.announced.keys() - {"nursery", "inspector"}:
         wrong.append(f"the audit log names {strangers}")
-    for kind, table, column in (("checkpoint", tables.checkpoints, "place"), ("rollout", tables.rollouts, "digest")):
+    for kind, table in (("checkpoint", tables.checkpoints), ("rollout", tables.rollouts)):
         there = [
             (names[row.policy_id], row.digest.hex() if kind == "rollout" else row.place) for row in connection.execute(sa.select(table))
         ]

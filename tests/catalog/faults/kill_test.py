@@ -53,9 +53,9 @@ class Killing:
             log = self.log()
             arguments = {"number": self.workers, "log": log, "kind": kind, "boundary": boundary, "reads": reads}
             code, passed = self.nursery.wait(self.nursery.fork("deeds.killed_at", **arguments))
-            self.inspect(collect=True)
             if code == 0:
                 assert passed <= boundary
+                self.inspect(collect=True)
                 return boundary
             self.kills += 1
         raise AssertionError("a deed without an end")

@@ -4,6 +4,7 @@ Spoken to in lines of JSON; every line gets one line of answer. A worker runs on
 an opened catalog, whose connections are its own, and leaves what it returns in a file.
 """
 
+import gc
 import json
 import os
 import subprocess
@@ -102,6 +103,8 @@ def main(database: str, payloads: str) -> None:
     catalog = Catalog.open(database, payloads, actor="nursery")
     deeds.warm(catalog)
     catalog.database.engine.dispose()  # what SQLAlchemy has compiled stays; no connection crosses a fork
+    gc.collect()
+    gc.freeze()  # a collection in a worker would touch, and so copy, all memory
     answer("ready")
     for line in iter(sys.stdin.readline, ""):
         order = json.loads(line)
