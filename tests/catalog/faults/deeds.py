@@ -173,7 +173,7 @@ def killed_at(catalog: Catalog, number: int, log: str, kind: str, boundary: int,
     Calls are those of storage and database; the last boundary is the one before the acknowledgement.
 
     Args:
-        reads: count statements that only read, too; between two of them nothing changes that another process could see.
+        reads: count statements that only read, and each of a run of equal ones, too.
 
     Returns:
         How many boundaries there are, where ``boundary`` is beyond them.
@@ -203,11 +203,12 @@ class Fuse:
     """Kills its own process when so many calls of the storage or the database have been made."""
 
     def __init__(self, left: int, reads: bool):
-        self.left, self.passed, self._reads = left, 0, reads
+        self.left, self.passed, self._reads, self._last = left, 0, reads, ""
 
     def _statement(self, connection: Any, cursor: Any, text: str, *_: Any) -> None:
-        if self._reads or not text.lstrip().startswith(("SELECT", "PRAGMA")):
+        if self._reads or (text != self._last and not text.lstrip().startswith(("SELECT", "PRAGMA"))):
             self.burn()
+        self._last = text
 
     def burn(self) -> None:
         if self.left == 0:
