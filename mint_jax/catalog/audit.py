@@ -14,6 +14,7 @@ from mint_jax.catalog.database import WRITE
 from mint_jax.catalog.names import note
 from mint_jax.catalog.records import AuditEntry, full_name
 from mint_jax.catalog.tables import audit, policies
+from mint_jax.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,4 +87,7 @@ def _entry(found: sa.Row) -> AuditEntry:
 
 def details(found: sa.Row) -> dict[str, Any]:
     """The details of a row of the log."""
-    return json.loads(found.details)
+    try:
+        return json.loads(found.details)
+    except ValueError:
+        raise UserError(f"entry {found.id} of the audit log is damaged: run verify, restore the database from a backup") from None

@@ -35,11 +35,15 @@ ATTEMPTS = 8
 WRITE = "catalog_write"  # execution option that names the transaction, for the audit log
 _LOCK_KEY = 0x6D696E74  # of PostgreSQL's advisory lock around an upgrade
 _AGAIN = {"40001", "40P01", "55P03"}  # SQLSTATE of serialisation failure, deadlock, lock not available: rolled back for certain
+_UNREADABLE = (UnicodeDecodeError, TypeError, ValueError, AttributeError, LookupError, OverflowError)  # of values from damaged rows
 _SQLITE_REMEDIES = {
     "locked": "another process holds the write lock; find what keeps a transaction open, or open with a larger timeout_s",
     "busy": "another process holds the write lock; find what keeps a transaction open, or open with a larger timeout_s",
     "not a database": "the file is something else or damaged; restore it from a backup or choose another path",
     "malformed": "the file is damaged; restore it from a backup",
+    "could not decode": "the file is damaged; run verify, restore it from a backup",
+    "no such": "its tables are not what was made; the file is damaged, restore it from a backup",
+    "foreign key mismatch": "its tables are not what was made; the file is damaged, restore it from a backup",
     "readonly": "make the file and its folder writable",
     "unable to open": "check that the folder exists and is writable",
     "full": "free disk space",
@@ -120,7 +124,25 @@ class Database:
                 if not (_lost(error) and attempt + 1 < ATTEMPTS and not self.sqlite):
                     raise self._explain(error) from error
                 self._pause(attempt)
+            except _UNREADABLE as error:
+                self._blame_the_file(error)
+                raise
         raise AssertionError("unreachable")
+
+    def snapshot(self, body: Callable[[sa.Connection], T]) -> T:
+        """``body(connection)``, all of whose statements see the same moment; for statements that change nothing."""
+        try:
+            if self.sqlite:
+                with self.engine.connect() as connection:
+                    connection.exec_driver_sql("BEGIN")
+                    return body(connection)
+            with self.engine.connect().execution_options(isolation_level="REPEATABLE READ") as connection:
+                return body(connection)
+        except exc.DBAPIError as error:
+            raise self._explain(error) from error
+        except _UNREADABLE as error:
+            self._blame_the_file(error)
+            raise
 
     def write(self, body: Callable[[sa.Connection], T]) -> T:
         """``body(connection)`` in one transaction; it may run several times and must change nothing but the database.
@@ -145,6 +167,9 @@ class Database:
                 if not (lost or _state(error) in _AGAIN) or attempt + 1 == ATTEMPTS:
                     raise self._explain(error) from error
                 self._pause(attempt)
+            except _UNREADABLE as error:
+                self._blame_the_file(error)
+                raise
         raise AssertionError("unreachable")
 
     def _queue(self) -> contextlib.AbstractContextManager:
@@ -198,6 +223,23 @@ class Database:
             return DatabaseFailed(f"database {self.name}: {reason}: check that the server runs, the address, and the user's rights")
         return error
 
+    def damage(self, most: int = 20) -> list[str]:
+        """What SQLite finds wrong in its file, at most so many lines: pages, rows, and every index against its table."""
+        if not self.sqlite:
+            return []
+        try:
+            with self.engine.connect() as connection:
+                lines = [line for (line,) in connection.exec_driver_sql(f"PRAGMA integrity_check({most})")]
+        except (exc.DBAPIError, *_UNREADABLE) as error:
+            return [str(error.orig if isinstance(error, exc.DBAPIError) else error)]
+        return [line for line in lines if line != "ok"]
+
+    def _blame_the_file(self, error: Exception) -> None:
+        """Raises a ``UserError`` for an error over values of a kind that is never written, where the file is damaged."""
+        if isinstance(error, UnicodeDecodeError) or (not isinstance(error, UserError) and self.damage(1)):
+            reason = f"the file is damaged ({type(error).__name__} over what a row says)"
+            raise UserError(f"database {self.name}: {reason}: run verify, restore it from a backup") from error
+
     def _upgrade(self) -> None:
         """Brings the database to ``tables.HEAD``."""
         try:
@@ -211,6 +253,9 @@ class Database:
                 migrate(connection, self.name)
         except exc.DBAPIError as error:
             raise self._explain(error) from error
+        except _UNREADABLE as error:
+            self._blame_the_file(error)
+            raise
 
     def close(self) -> None:
         """Closes all connections."""

@@ -11,8 +11,10 @@ from collections.abc import Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, Protocol
 
+import numpy as np
 import sqlalchemy as sa
 
+from mint_jax import params
 from mint_jax.catalog import audit, header, policies, sessions
 from mint_jax.catalog.audit import Author
 from mint_jax.catalog.database import Database, chunks, dialect_insert, insert_new
@@ -24,6 +26,7 @@ from mint_jax.catalog.records import Revision, Session, full_name
 from mint_jax.catalog.tables import aliases, packs, payloads, revisions, schemas
 from mint_jax.catalog.tables import policies as policy_table
 from mint_jax.errors import UserError
+from mint_jax.lora.finite import all_finite
 
 ATTEMPTS = 5
 
@@ -44,6 +47,7 @@ class Export:
         step: optimizer steps done.
         session: the right to write, where a session is open.
         origin: where it comes from, in words.
+        force: take an adapter with NaN or infinite weights too, to look into what went wrong.
     """
 
     policy: str
@@ -51,6 +55,7 @@ class Export:
     step: int
     session: Session | None = None
     origin: str = ""
+    force: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,12 +84,32 @@ def prepare(tenant: str, name: str, export: Export) -> Prepared:
     """Digest and schema of the bytes, checked.
 
     Raises:
-        UserError: not a packed adapter.
+        UserError: not a packed adapter, or one with NaN or infinite weights that is not forced.
     """
     step = whole(f"step of an export of {full_name(tenant, name)!r}", export.step)
     data = as_bytes(export.data)
     digest, origin = bytes.fromhex(digest_of(data)), note("origin", export.origin)
-    return Prepared(tenant, name, digest, data.size, schema_text(data), step, export.session, origin)
+    schema = schema_text(data)
+    if not export.force:
+        check_finite(full_name(tenant, name), data, schema)
+    return Prepared(tenant, name, digest, data.size, schema, step, export.session, origin)
+
+
+def check_finite(policy: str, data: np.ndarray, schema: str) -> None:
+    """Looks at all weights of a packed object at once: they lie back to back behind its header.
+
+    Raises:
+        UserError: naming an array that has NaN or infinite values.
+    """
+    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    if all_finite(data[start:].view(header.DTYPES[header.TAGS[read_schema(schema).dtype]])):
+        return
+    for path, leaf in params.leaves_with_path(unpack(data)[0]):
+        if not all_finite(leaf):
+            raise UserError(
+                f"policy {policy!r}: {path} of the exported adapter has NaN or infinite values: the run has diverged, export an earlier "
+                "step, or this one with force"
+            )
 
 
 def store_and_commit(database: Database, store: Store, objects: dict[bytes, Buffer], commit) -> Any:
@@ -227,7 +252,7 @@ def _locked_policies(
         made = _select_policies(connection, dict.fromkeys(missing))
         owners |= made
         new = [policy for policy in made.values() if policy.id in mine]
-        audit.append(connection, *(audit.row(author, "create", policy, {"schema": policy.json, "keep_last": None}) for policy in new))
+        audit.append(connection, *(audit.row(author, "create", policy, policies.creation(policy, None)) for policy in new))
     for policy in owners.values():
         if policy.state != "active":
             raise UserError(f"policy {full_name(policy.tenant, policy.name)!r} is retired: restore it first")

@@ -223,11 +223,12 @@ class Catalog:
         session: Session | None = None,
         origin: str = "",
         create: bool = False,
+        force: bool = False,
         by: str | None = None,
         why: str = "",
     ) -> Revision:
         """Makes a packed adapter a revision, which ``latest`` then names; see ``export_many``."""
-        return self.export_many([Export(policy, data, step, session, origin)], create=create, by=by, why=why)[0]
+        return self.export_many([Export(policy, data, step, session, origin, force)], create=create, by=by, why=why)[0]
 
     def export_many(self, items: Sequence[Export], *, create: bool = False, by: str | None = None, why: str = "") -> list[Revision]:
         """Makes packed adapters revisions, all or none of them, durable and visible when it returns.
@@ -236,8 +237,8 @@ class Catalog:
             create: make policies that do not exist, with their first adapter's schema.
 
         Raises:
-            UserError: a policy is unknown, retired or written by another session; an adapter is not of its policy's schema;
-                storage or database cannot be written.
+            UserError: a policy is unknown, retired or written by another session; an adapter is not of its policy's schema,
+                or has NaN or infinite weights and is not forced; storage or database cannot be written.
         """
         if not items:
             return []

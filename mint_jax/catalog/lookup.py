@@ -1,4 +1,14 @@
-"""From a name to bytes: one indexed statement each, written once, cached in compiled form by SQLAlchemy."""
+"""From a name to bytes: one indexed statement each, written once, cached in compiled form by SQLAlchemy.
+
+A flipped bit in an index of SQLite's file lets a statement find another row than the one asked for, with nothing to tell
+it by: SQLite takes the columns of the key from the index. So each statement reads the rows a second time by their ids and
+compares, holds an alias against its last move in the audit log, and a schema's text against its digest. Bytes need none of
+that: their digest is verified when they are read.
+"""
+
+import functools
+import hashlib
+import json
 
 import sqlalchemy as sa
 
@@ -7,9 +17,10 @@ from mint_jax.catalog.database import chunks
 from mint_jax.catalog.names import RevisionName, digest_range
 from mint_jax.catalog.payloads import Place
 from mint_jax.catalog.records import Resolved, full_name
-from mint_jax.catalog.tables import aliases, packs, payloads, policies, revisions, schemas
+from mint_jax.catalog.tables import aliases, audit, packs, payloads, policies, revisions, schemas
 from mint_jax.errors import UserError
 
+_ROW, _OWNER = revisions.alias("row"), policies.alias("owner")  # the same rows, not through an index
 _COLUMNS = (
     policies.c.tenant,
     policies.c.name,
@@ -22,18 +33,30 @@ _COLUMNS = (
     payloads.c.offset,
     payloads.c.length,
     schemas.c.json,
+    schemas.c.digest.label("schema_digest"),
+    (revisions.c.policy_id == _ROW.c.policy_id).label("same_policy"),
+    _ROW.c.number.label("row_number"),
+    _ROW.c.digest.label("row_digest"),
+    _OWNER.c.tenant.label("row_tenant"),
+    _OWNER.c.name.label("row_name"),
 )
 _REVISIONS = (
     sa.join(policies, revisions, revisions.c.policy_id == policies.c.id)
     .join(payloads, revisions.c.digest == payloads.c.digest)
     .join(packs, payloads.c.pack_id == packs.c.id)
     .join(schemas, payloads.c.schema_id == schemas.c.id)
+    .join(_ROW, _ROW.c.id == revisions.c.id)
+    .join(_OWNER, _OWNER.c.id == policies.c.id)
 )
-_ALIASED = _REVISIONS.join(aliases, aliases.c.revision_id == revisions.c.id)
+_MOVE = sa.and_(audit.c.policy_id == aliases.c.policy_id, audit.c.alias == aliases.c.name, audit.c.version == aliases.c.version)
+_ALIASED = _REVISIONS.join(aliases, aliases.c.revision_id == revisions.c.id).outerjoin(audit, _MOVE)
+_MOVED = (audit.c.after, audit.c.details)
 
 _NAMED = sa.and_(policies.c.tenant == sa.bindparam("tenant"), policies.c.name == sa.bindparam("policy"))
 _BY_ALIAS = (
-    sa.select(*_COLUMNS).select_from(_ALIASED).where(_NAMED, aliases.c.policy_id == policies.c.id, aliases.c.name == sa.bindparam("alias"))
+    sa.select(*_COLUMNS, *_MOVED)
+    .select_from(_ALIASED)
+    .where(_NAMED, aliases.c.policy_id == policies.c.id, aliases.c.name == sa.bindparam("alias"))
 )
 _BY_NUMBER = sa.select(*_COLUMNS).select_from(_REVISIONS).where(_NAMED, revisions.c.number == sa.bindparam("number"))
 _IN_RANGE = revisions.c.digest.between(sa.bindparam("low"), sa.bindparam("high"))
@@ -76,7 +99,7 @@ def resolve(connection: sa.Connection, named: RevisionName, text: str) -> Resolv
         found = connection.execute(_BY_ALIAS, {"tenant": named.tenant, "policy": named.policy, "alias": named.alias}).first()
     if found is None:
         raise _unknown(connection, named)
-    return _resolved(found)
+    return _resolved(connection, found, named.alias)
 
 
 def resolve_many(connection: sa.Connection, named: list[RevisionName], texts: list[str]) -> list[Resolved]:
@@ -85,23 +108,52 @@ def resolve_many(connection: sa.Connection, named: list[RevisionName], texts: li
     found: dict[tuple, Resolved] = {}
     for chunk in chunks(sorted(set(keys))):  # type: ignore[type-var]
         key = sa.tuple_(policies.c.tenant, policies.c.name, aliases.c.name)
-        query = sa.select(*_COLUMNS, aliases.c.name.label("alias")).select_from(_ALIASED)
+        query = sa.select(*_COLUMNS, *_MOVED, aliases.c.name.label("alias")).select_from(_ALIASED)
         for row in connection.execute(query.where(aliases.c.policy_id == policies.c.id, key.in_(chunk))):
             if row.policy_state == row.state.replace("live", "active"):
-                found[row.tenant, row.name, row.alias] = _resolved(row)
+                found[row.tenant, row.name, row.alias] = _resolved(connection, row, row.alias)
     return [
         found.get((name.tenant, name.policy, name.alias)) or resolve(connection, name, text)  # the latter also for its message
         for name, text in zip(named, texts)
     ]
 
 
-def _resolved(row: sa.Row) -> Resolved:
+def _resolved(connection: sa.Connection, row: sa.Row, alias: str | None) -> Resolved:
     named = full_name(row.tenant, row.name)
+    if (row.row_tenant, row.row_name, row.row_number, row.row_digest) != (
+        row.tenant,
+        row.name,
+        row.number,
+        row.digest,
+    ) or not row.same_policy:
+        raise damaged(connection, f"revision {named}@{row.number} is another one in its index than in its table")
+    if alias is not None and (row.after != row.number or not _tells(row.details, row.digest.hex())):
+        raise damaged(connection, f"alias {named}@{alias} is not where its last move in the audit log left it")
+    if _digest(row.json) != row.schema_digest:
+        raise damaged(connection, f"the schema of revision {named}@{row.number} is not what its digest says")
     if row.policy_state != "active":
         raise UserError(f"policy {named!r} is retired: restore it first")
     if row.state != "live":
         raise UserError(f"revision {named}@{row.number} is retired: restore it first, or choose another")
     return Resolved(named, row.number, row.digest.hex(), Place(row.pack, row.offset, row.length), row.json, row.id)
+
+
+def _tells(details: str, digest: str) -> bool:
+    try:
+        return json.loads(details).get("digest") == digest
+    except (ValueError, AttributeError):
+        return False
+
+
+@functools.lru_cache(1024)
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode(errors="replace")).digest()
+
+
+def damaged(connection: sa.Connection, what: str) -> UserError:
+    """What a reader says of rows that contradict each other."""
+    name = connection.engine.url.render_as_string(hide_password=True)
+    return UserError(f"database {name} is damaged: {what}: run verify to see what else, and restore it from a backup")
 
 
 def _unknown(connection: sa.Connection, named: RevisionName) -> UserError:
@@ -112,9 +164,17 @@ def _unknown(connection: sa.Connection, named: RevisionName) -> UserError:
     if not policy.last_number:
         return UserError(f"policy {full!r} has no revision yet: export one first")
     if named.number is not None:
+        here = sa.select(revisions.c.id).where(revisions.c.policy_id == policy.id, revisions.c.number == named.number)
+        if connection.execute(here).first() is not None:
+            return damaged(connection, f"revision {full}@{named.number} has lost its payload's or its schema's row")
         if named.number <= policy.last_number:
             return UserError(f"revision {full}@{named.number} was removed by retention: list the policy's revisions")
         return UserError(f"policy {full!r} has no revision {named.number}: its newest is {policy.last_number}")
+    if (
+        connection.execute(sa.select(aliases.c.name).where(aliases.c.policy_id == policy.id, aliases.c.name == named.alias)).first()
+        is not None
+    ):
+        return damaged(connection, f"alias {full}@{named.alias} names a revision that is not there, or not whole")
     return UserError(f"policy {full!r} has no alias {named.alias!r}: list its aliases, or promote a revision to it")
 
 

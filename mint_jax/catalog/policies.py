@@ -62,8 +62,13 @@ def create(connection: sa.Connection, author: Author, tenant: str, name: str, sc
     except exc.IntegrityError:  # made by another process in this moment
         raise UserError(f"policy {full_name(tenant, name)!r} exists already: choose another name") from None
     made = lock(connection, tenant, name)
-    audit.append(connection, audit.row(author, "create", made, {"schema": schema.to_json(), "keep_last": keep_last}))
+    audit.append(connection, audit.row(author, "create", made, creation(made, keep_last)))
     return made
+
+
+def creation(policy: Any, keep_last: int | None) -> dict[str, Any]:
+    """What the audit log says of a policy when it is made: all that a changed row could be told by."""
+    return {"policy": full_name(policy.tenant, policy.name), "schema": policy.json, "keep_last": keep_last}
 
 
 def _by_name(tenant: str, name: str) -> sa.Select:

@@ -19,6 +19,7 @@ from mint_jax.catalog.retention import Expendable
 from mint_jax.catalog.tables import leases as lease_table
 from mint_jax.catalog.tables import operations as operation_table
 from mint_jax.catalog.tables import packs, payloads, revisions, rollouts
+from mint_jax.errors import UserError
 
 
 @dataclasses.dataclass
@@ -50,8 +51,14 @@ class Report:
 
 
 def collect(database: Database, store: PayloadStore, author: Author, grace_s: float, operations_s: float, dry_run: bool) -> Report:
-    """Removes all that may go, in transactions of bounded size; with ``dry_run`` only says so."""
+    """Removes all that may go, in transactions of bounded size; with ``dry_run`` only says so.
+
+    Raises:
+        UserError: the database is damaged: an index that has lost a row would make its payload look unnamed.
+    """
     report = Report(dry_run)
+    if not dry_run and (damage := database.damage(1)):
+        raise UserError(f"database {database.name} is damaged ({damage[0]}): nothing was removed; restore it from a backup, then collect")
     if dry_run:
         _foretell(database, author, report, operations_s)
     else:

@@ -4,15 +4,17 @@ Damage is named where it is: a flipped bit in one payload concerns the revisions
 """
 
 import dataclasses
+import hashlib
 from collections.abc import Callable, Iterator
 
 import sqlalchemy as sa
 
+from mint_jax.catalog import replay
 from mint_jax.catalog.database import Database
 from mint_jax.catalog.packed import unpack
 from mint_jax.catalog.payloads import PayloadStore, Place
 from mint_jax.catalog.records import Resolved, full_name
-from mint_jax.catalog.tables import aliases, audit, packs, payloads, policies, revisions, schemas
+from mint_jax.catalog.tables import packs, payloads, policies, revisions, schemas
 from mint_jax.errors import UserError
 
 PAGE = 500
@@ -23,7 +25,7 @@ class Finding:
     """Something damaged.
 
     Attributes:
-        kind: ``payload``, ``pack``, ``alias``, ``policy`` or ``database``.
+        kind: ``payload``, ``pack``, ``alias``, ``revision``, ``policy`` or ``database``.
         what: the damage, in words.
         digest: of the damaged payload.
         revisions: ``policy@number`` of every revision it concerns.
@@ -43,12 +45,25 @@ def verify_one(database: Database, store: PayloadStore, found: Resolved) -> Iter
 
 
 def verify_all(database: Database, store: PayloadStore, progress: Callable[[int, int], None] | None = None) -> Iterator[Finding]:
-    """Checks the database's own consistency, every pack's index and every payload's bytes. Reads everything once.
+    """Checks the database's file, its rows against the audit log, every pack's index and every payload's bytes. Reads all of it once.
 
     Args:
         progress: called with payloads and bytes checked so far.
     """
-    yield from database.read(_database_damage)
+    for check in (_file_damage, _replay_log, _schema_damage):
+        yield from _told(check(database))
+    yield from _told(_verify_packs(database, store, progress))
+
+
+def _told(findings: Iterator[Finding]) -> Iterator[Finding]:
+    """Where rows cannot even be read, that is a finding too, and the next check goes on."""
+    try:
+        yield from findings
+    except UserError as error:
+        yield Finding("database", str(error))
+
+
+def _verify_packs(database: Database, store: PayloadStore, progress: Callable[[int, int], None] | None) -> Iterator[Finding]:
     last = count = size = 0
 
     def checked(length: int) -> None:
@@ -59,7 +74,7 @@ def verify_all(database: Database, store: PayloadStore, progress: Callable[[int,
 
     while some := database.read(lambda c, last=last: _packs(c, last)):
         for pack in some:
-            yield from _verify_pack(database, store, pack, checked)
+            yield from _told(_verify_pack(database, store, pack, checked))
         last = some[-1].id
 
 
@@ -110,26 +125,30 @@ def _concerned(connection: sa.Connection, digest: bytes) -> tuple[str, ...]:
     return tuple(sorted(f"{full_name(row.tenant, row.name)}@{row.number}" for row in connection.execute(query)))
 
 
-def _database_damage(connection: sa.Connection) -> list[Finding]:
-    found = []
-    if connection.dialect.name == "sqlite":
-        for (line,) in connection.exec_driver_sql("PRAGMA quick_check(20)").fetchall():
-            if line != "ok":
-                found.append(Finding("database", f"SQLite says: {line}"))
-        for table, row_id, parent, _ in connection.exec_driver_sql("PRAGMA foreign_key_check").fetchall():
-            found.append(Finding("database", f"row {row_id} of {table} names a row of {parent} that is not there"))
-    moves = sa.select(sa.func.max(audit.c.version)).where(audit.c.policy_id == aliases.c.policy_id, audit.c.alias == aliases.c.name)
-    query = sa.select(aliases, policies.c.tenant, policies.c.name.label("policy"), revisions.c.policy_id.label("owner"))
-    query = query.join(policies, aliases.c.policy_id == policies.c.id).outerjoin(revisions, aliases.c.revision_id == revisions.c.id)
-    query = query.where(
-        sa.or_(revisions.c.policy_id.is_(None), revisions.c.policy_id != aliases.c.policy_id, aliases.c.version != moves.scalar_subquery())
-    )
-    for row in connection.execute(query):
-        named = f"{full_name(row.tenant, row.policy)}@{row.name}"
-        what = "names no revision of its policy" if row.owner != row.policy_id else "is not where the audit log says"
-        found.append(Finding("alias", f"alias {named} {what}"))
-    newest = sa.select(sa.func.max(revisions.c.number)).where(revisions.c.policy_id == policies.c.id).scalar_subquery()
-    query = sa.select(policies.c.tenant, policies.c.name).where(newest > policies.c.last_number)
-    for row in connection.execute(query):
-        found.append(Finding("policy", f"policy {full_name(row.tenant, row.name)} has a revision newer than its newest"))
-    return found
+def _file_damage(database: Database) -> Iterator[Finding]:
+    for line in database.damage():
+        yield Finding("database", f"SQLite says: {line}")
+    if database.sqlite:
+        for table, row_id, parent, _ in database.read(lambda c: c.exec_driver_sql("PRAGMA foreign_key_check").fetchall()):
+            yield Finding("database", f"row {row_id} of {table} names a row of {parent} that is not there")
+
+
+def _replay_log(database: Database) -> Iterator[Finding]:
+    last = -1
+    while True:
+        found, after = database.snapshot(lambda c, last=last: replay.contradictions(c, last))
+        for kind, name, what in found:
+            yield Finding(kind, what, None, (name,) if kind == "revision" else ())
+        if after is None:
+            return
+        last = after
+
+
+def _schema_damage(database: Database) -> Iterator[Finding]:
+    for name, text, digest in database.read(_schemas):
+        if hashlib.sha256(text.encode(errors="replace")).digest() != digest:
+            yield Finding("database", f"schema {name} is not what its digest says")
+
+
+def _schemas(connection: sa.Connection) -> list[tuple[int, str, bytes]]:
+    return [tuple(row) for row in connection.execute(sa.select(schemas.c.id, schemas.c.json, schemas.c.digest))]

@@ -71,9 +71,18 @@ class Machine(RuleBasedStateMachine):
             empty(self.place)
         shutil.rmtree(self.folder, ignore_errors=True)
         self.clock = Clock()
-        self.catalog = Catalog.open(self.place or self.folder, f"{self.folder}/payloads", clock=self.clock, actor="model")
+        self.handles = [self.opened(), self.opened()]
         self.policies: dict[str, Policy] = {}
         self.leases: list = []
+
+    def opened(self) -> Catalog:
+        return Catalog.open(self.place or self.folder, f"{self.folder}/payloads", clock=self.clock, actor="model")
+
+    @property
+    def catalog(self) -> Catalog:
+        """One of two handles, in turn: what one has done, the other must see at once."""
+        self.handles.reverse()
+        return self.handles[0]
 
     def teardown(self):
         assert list(self.catalog.verify()) == []
@@ -83,7 +92,18 @@ class Machine(RuleBasedStateMachine):
             for number, revision in policy.revisions.items():
                 if self.active(name) and not revision.retired:
                     assert same_bytes(self.catalog.load(f"{name}@{number}"), BYTES[revision.digest])
-        self.catalog.close()
+        for handle in self.handles:
+            handle.close()
+
+    @rule()
+    def reopen(self):
+        self.handles.pop().close()
+        self.handles.append(self.opened())
+
+    @rule()
+    def compact(self):
+        told, done = self.catalog.compact(dry_run=True), self.catalog.compact()
+        assert (told.moved, told.moved_bytes) == (done.moved, done.moved_bytes)
 
     def refused(self, call, *arguments, **options) -> None:
         audit = len(self.catalog.audit(limit=10**6))

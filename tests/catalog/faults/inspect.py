@@ -1,0 +1,179 @@
+"""What a fresh process finds in a catalog whose writers were killed, held against their logs."""
+
+import collections
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import sqlalchemy as sa
+
+from mint_jax.catalog import tables
+from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.errors import UserError
+from tests.catalog.faults.deeds import SHARED, TRASH
+
+
+class Logs:
+    """What all workers said. A deed is acknowledged, refused, or in flight: at most one of each worker."""
+
+    def __init__(self, folder: str):
+        self.announced: dict[str, dict] = {}
+        self.done: dict[str, list] = {}
+        self.refused: dict[str, str] = {}
+        for file in Path(folder).iterdir():
+            for text in file.read_text().split("\n")[:-1]:  # a line that was cut off was not said
+                line = json.loads(text)
+                if "kind" in line:
+                    self.announced[line["by"]] = line
+                elif "done" in line:
+                    self.done[line["by"]] = line["done"]
+                elif "refused" in line:
+                    self.refused[line["by"]] = line["refused"]
+
+    def in_flight(self) -> dict[str, dict]:
+        return {by: line for by, line in self.announced.items() if by not in self.done and by not in self.refused}
+
+
+def settle(catalog: Catalog) -> None:
+    """Waits until PostgreSQL has noticed that the killed are gone: until then their last commit may still be made."""
+    if catalog.database.sqlite:
+        return
+    others = sa.text("SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid != pg_backend_pid()")
+    while True:
+        with catalog.database.engine.connect() as connection:
+            if not connection.scalar(others):
+                return
+        time.sleep(0.002)
+
+
+def inspect(catalog: Catalog, logs: str, collect: bool) -> list[str]:
+    """What is wrong, in words.
+
+    Args:
+        logs: folder of the workers' logs.
+        collect: nobody writes: collect all garbage, and look again.
+    """
+    settle(catalog)
+    said, wrong = Logs(logs), []
+    wrong += [f"{by} was refused: {reason}" for by, reason in said.refused.items()]
+    with catalog.database.engine.connect() as connection:
+        wrong += _against(connection, said)
+        wrong += _aliases(connection)
+        live = _live(connection)
+    wrong += [f"verify: {finding}" for finding in catalog.verify()]
+    if not collect:
+        wrong += _loads(catalog, live)
+    elif not wrong:
+        catalog.gc(grace_s=-10.0, compact=False, by="inspector")
+        second = catalog.gc(grace_s=-10.0, compact=False, by="inspector")
+        told = [second.revisions, second.payloads, second.packs, second.abandoned, second.leftovers, second.waiting]
+        if told != [[], 0, 0, 0, 0, 0]:
+            wrong.append(f"a second collection still found {second}")
+        with catalog.database.engine.connect() as connection:
+            named = {name for (name,) in connection.execute(sa.select(tables.packs.c.name).where(tables.packs.c.state == "live"))}
+        stored = {info.name for info in catalog.store.packs()}
+        if named != stored:
+            wrong.append(f"packs named but not stored: {named - stored}; stored but not named: {stored - named}")
+        if left := list(catalog.store._storage.list("staging/")) + list(catalog.store._storage.list("parts/")):
+            wrong.append(f"files of killed writers are left: {left}")
+        wrong += _loads(catalog, live)
+    return wrong
+
+
+def _live(connection: sa.Connection) -> list[tuple[str, str]]:
+    query = sa.select(tables.policies.c.tenant, tables.policies.c.name, tables.revisions.c.number, tables.revisions.c.digest)
+    query = query.join_from(tables.policies, tables.revisions, tables.revisions.c.policy_id == tables.policies.c.id)
+    found = connection.execute(query.where(tables.revisions.c.state == "live"))
+    return [(f"{row.tenant}/{row.name}@{row.number}", row.digest.hex()) for row in found if row.name != TRASH]
+
+
+def _loads(catalog: Catalog, live: list[tuple[str, str]]) -> list[str]:
+    wrong = []
+    for (name, digest), found in zip(live, catalog.resolve_many([name for name, _ in live])):
+        if found.digest != digest:
+            wrong.append(f"{name} resolves to {found.digest}, its row says {digest}")
+        try:
+            catalog.load(name)
+        except UserError as error:
+            wrong.append(f"{name} does not load: {error}")
+    return wrong
+
+
+def _against(connection: sa.Connection, said: Logs) -> list[str]:
+    """The rows: all that was acknowledged, of what was in flight all or nothing, and nothing else."""
+    wrong: list[str] = []
+    names = {row.id: _full(row) for row in connection.execute(sa.select(tables.policies))}
+    log = list(connection.execute(sa.select(tables.audit).order_by(tables.audit.c.id)))
+    gone = collections.Counter()  # what retention removed, which only the trash may suffer
+    for row in log:
+        if row.action == "remove revisions":
+            gone.update((names[row.policy_id], digest) for digest in json.loads(row.details)["digests"])
+    if any(policy != TRASH for policy, _ in gone):
+        wrong.append(f"retention removed {sorted(gone)}")
+    rows = list(connection.execute(sa.select(tables.revisions)))
+    found = {(names[row.policy_id], row.digest.hex(), row.step): row.number for row in rows}
+    if len(found) != len(rows):
+        wrong.append("a revision is there twice")
+    expected: set[tuple] = set()
+    policies = {SHARED, TRASH}
+    for by, made in said.done.items():
+        line = said.announced[by]
+        for policy, number, digest, step in made:
+            expected.add((policy, digest, step))
+            if found.get((policy, digest, step)) != number and not gone[policy, digest]:
+                wrong.append(f"{by}: acknowledged {policy}@{number} is {found.get((policy, digest, step))}")
+        for policy, digest, step in line.get("revisions", ()):
+            expected.add((policy, digest, step))
+            policies.add(policy)
+            if (policy, digest, step) not in found and not gone[policy, digest]:
+                wrong.append(f"{by}: acknowledged {policy} step {step} is not there")
+    authors = {row.actor for row in log}
+    for by, line in said.in_flight().items():
+        adds = [tuple(add) for add in line.get("revisions", ())]
+        there = [add in found or bool(gone[add[:2]]) for add in adds]
+        if any(there) and not all(there):
+            wrong.append(f"{by}: half of it is visible: {list(zip(adds, there))}")
+        if any(there):
+            expected.update(adds)
+            policies.update(policy for policy, _, _ in adds)
+        if adds and any(there) != (by in authors):
+            wrong.append(f"{by}: visible {any(there)}, in the audit log {by in authors}")
+    wrong += [f"nobody said {key}" for key in found.keys() - expected]
+    wrong += [f"nobody made policy {name}" for name in set(names.values()) - policies]
+    if strangers := authors - said.announced.keys() - {"nursery", "inspector"}:
+        wrong.append(f"the audit log names {strangers}")
+    for kind, table in (("checkpoint", tables.checkpoints), ("rollout", tables.rollouts)):
+        there = [
+            (names[row.policy_id], row.digest.hex() if kind == "rollout" else row.place) for row in connection.execute(sa.select(table))
+        ]
+        must = [tuple(said.announced[by][kind]) for by in said.done if kind in said.announced[by]]
+        may = [tuple(line[kind]) for line in said.in_flight().values() if kind in line]
+        if set(must) - set(there) or set(there) - set(must) - set(may) or len(there) != len(set(there)):
+            wrong.append(f"{kind}s: lost {set(must) - set(there)}, unknown {set(there) - set(must) - set(may)}")
+    return wrong
+
+
+def _aliases(connection: sa.Connection) -> list[str]:
+    """The audit log, replayed, ends where the aliases are; every one names a live revision of its policy."""
+    replayed: dict[tuple, tuple] = {}
+    wrong: list[str] = []
+    for row in connection.execute(sa.select(tables.audit).where(tables.audit.c.alias.is_not(None)).order_by(tables.audit.c.id)):
+        number, version = replayed.get((row.policy_id, row.alias), (None, 0))
+        if (row.before, row.version) != (number, version + 1):
+            wrong.append(f"audit {row.id}: move {row.version} from {row.before} after move {version} to {number}")
+        replayed[row.policy_id, row.alias] = (row.after, row.version)
+    query = sa.select(tables.aliases, tables.revisions.c.number, tables.revisions.c.policy_id.label("owner"), tables.revisions.c.state)
+    query = query.join_from(tables.aliases, tables.revisions, isouter=True)
+    found: dict[tuple, Any] = {}
+    for row in connection.execute(query):
+        found[row.policy_id, row.name] = (row.number, row.version)
+        if row.owner != row.policy_id or row.state != "live":
+            wrong.append(f"alias {row.policy_id}@{row.name} points nowhere")
+    if found != replayed:
+        wrong.append(f"aliases {found.items() ^ replayed.items()} are not what the log says")
+    return wrong
+
+
+def _full(row: Any) -> str:
+    return row.name if row.tenant == "default" else f"{row.tenant}/{row.name}"
