@@ -93,8 +93,13 @@ class Payloads:
         return [self._head + row.tobytes() for row in rows]
 
 
-def fill(folder: Path, plan: Plan) -> dict[str, Any]:
-    """Makes a catalog of a folder; returns what it took and what lies on the disk afterwards.
+def open_catalog(folder: Path, database: str | None = None, actor: str = "trainer") -> Catalog:
+    """The catalog of a folder, its records in a database elsewhere if one is named."""
+    return Catalog.open(folder, actor=actor) if database is None else Catalog.open(database, folder / "payloads", actor=actor)
+
+
+def fill(folder: Path, plan: Plan, database: str | None = None) -> dict[str, Any]:
+    """Makes a catalog; returns what it took and what lies on the disk afterwards.
 
     Raises:
         UserError: the disk has too little room.
@@ -106,7 +111,7 @@ def fill(folder: Path, plan: Plan) -> dict[str, Any]:
     payloads = Payloads(plan.seed)
     seconds, work = [], []
     progress = Progress(f"catalog of {plan.entries}", plan.entries)
-    with Catalog.open(folder, actor="trainer") as catalog:
+    with open_catalog(folder, database) as catalog:
         for number, batch in enumerate(plan.batches()):
             objects = payloads.batch(number, len(batch))
             exports = [Export(plan.policy(k), data, 100 * (k // plan.policies + 1)) for k, data in zip(batch, objects, strict=True)]

@@ -138,14 +138,25 @@ class _Loads:
         admission = Admission(BASE, base_specs(), {ADAPTER.bucket: slots.targets(ADAPTER.bucket)})
         self._catalog = catalog
         self._places: dict[str, Place] = {}  # of the request under way
+        self._seen: set[str] = set()
         host_bytes = config.host_entries * object_bytes
         self.residency = Residency(self._fetch, unpack, admission, slots, host_bytes, workers=os.cpu_count() or 1, niceness=0)
 
     def _fetch(self, digest: str) -> np.ndarray:
         return self._catalog.store.read(self._places[digest])  # verified by residency
 
-    def measure(self, what: str, names: Iterable[str], count: int) -> dict[str, Any]:
-        """Loads one name after the other; seconds by tier, from the request to the written slot."""
+    def empty(self) -> None:
+        """Drops all adapters from slots and host cache."""
+        for digest in self._seen:
+            self.residency.drop(digest)
+        self._seen.clear()
+
+    def measure(self, what: str, names: Iterable[str], count: int, drop: bool = False) -> dict[str, Any]:
+        """Loads one name after the other; seconds by tier, from the request to the written slot.
+
+        Args:
+            drop: a load's adapter is dropped everywhere afterwards and found cold the next time.
+        """
         found: dict[str, list[float]] = {"device": [], "host": [], "cold": []}
         errors, progress = 0, Progress(what, count)
         for k, name in enumerate(names):
@@ -154,6 +165,7 @@ class _Loads:
                 resolved = self._catalog.resolve(name)
                 digest = resolved.digest
                 self._places = {digest: resolved.place}
+                self._seen.add(digest)
                 tier = "host" if digest in self.residency.host else "cold"
                 future = self.residency.acquire(digest)
                 if future.done():
@@ -165,6 +177,8 @@ class _Loads:
                 lease.release()
                 if tier != "device":
                     future.result().release()
+                if drop:
+                    self.residency.drop(digest)
             except UserError:
                 errors += 1
             progress.update(k + 1, f"{len(found['cold'])} cold")
@@ -203,8 +217,10 @@ def measure(fields: dict[str, Any], folder: str, entries: int) -> dict[str, Any]
         alias = lambda policies: (f"{plan.policy(p)}@latest" for p in policies.tolist())  # noqa: E731
         loads.measure("warm-up", alias(zipf.draw(config.slots)), config.slots)  # compiles the write
         load = loads.measure(f"{entries}: Zipf loads", alias(zipf.draw(config.loads)), config.loads)
+        loads.empty()
         _drop_from_page_cache(Path(folder))
-        disk = loads.measure(f"{entries}: loads from disk", alias(rng.integers(0, plan.policies, config.disk_loads)), config.disk_loads)
+        uniform = alias(rng.integers(0, plan.policies, config.disk_loads))
+        disk = loads.measure(f"{entries}: loads from disk", uniform, config.disk_loads, drop=True)
         loads.residency.close()
         rss = host.rss_bytes()
         lone = _lone_exports(catalog, payloads, config.lone_exports)
@@ -344,7 +360,7 @@ def _draw(rows: list[dict[str, Any]], path: Path) -> None:
     axes[0].set_ylabel("resolve, ms")
     for key in ("p50_ms", "p99_ms"):
         axes[1].plot(sizes, [row[f"cold_{key}"] for row in rows], "o-", label=f"cold {key[:3]}")
-        axes[1].plot(sizes, [row["disk"][key] for row in rows], "s--", label=f"from disk {key[:3]}")
+        axes[1].plot(sizes, [row["disk"].get(key) for row in rows], "s--", label=f"from disk {key[:3]}")
     axes[1].set_ylabel("name to device slot, ms")
     axes[2].plot(sizes, [row["entries_per_s"] for row in rows], "o-", label="whole")
     axes[2].plot(sizes, [row["entries_per_s_last_tenth"] for row in rows], "s--", label="last tenth")
