@@ -315,7 +315,7 @@ def run(config: Any, workdir: Path, **_: Any) -> dict[str, Any]:
             row |= {"load_average": [round(load_before, 1), round(os.getloadavg()[0], 1)]}
             shutil.rmtree(folder)
             row["whole_s"] = round(time.perf_counter() - began, 1)
-            rows.append(row)
+            rows = sorted([*rows, row], key=lambda row: row["entries"])
             (workdir / "catalog_scale.json").write_text(json.dumps(rows, indent=1))  # what is measured stays, whatever comes
             _draw(rows, workdir / "catalog_scale.png")
             _show(rows)
