@@ -12,7 +12,7 @@ import sqlalchemy as sa
 
 from mint_jax.catalog import audit, policies
 from mint_jax.catalog.audit import Author
-from mint_jax.catalog.names import note
+from mint_jax.catalog.names import note, whole
 from mint_jax.catalog.records import Evaluation, full_name
 from mint_jax.catalog.tables import evaluations, revisions
 from mint_jax.catalog.tables import policies as policy_table
@@ -42,6 +42,7 @@ def add(
         raise UserError(f"metrics of {named} are not JSON ({error}): give finite numbers and text") from None
     row = {
         **values,
+        "seed": whole("seed", values["seed"], -(2**62)),
         "isolated": isolated,
         "shared": shared,
         "metrics": metrics,

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 from mint_jax.catalog import audit, header, policies, sessions
 from mint_jax.catalog.audit import Author
 from mint_jax.catalog.database import Database, chunks, dialect_insert, insert_new
-from mint_jax.catalog.names import LATEST, note
+from mint_jax.catalog.names import LATEST, note, whole
 from mint_jax.catalog.pack_format import Name
 from mint_jax.catalog.packed import Buffer, Schema, as_bytes, digest_of, unpack
 from mint_jax.catalog.payloads import Place
@@ -81,11 +81,10 @@ def prepare(tenant: str, name: str, export: Export) -> Prepared:
     Raises:
         UserError: not a packed adapter.
     """
-    if not 0 <= export.step < 2**62:
-        raise UserError(f"step of an export of {full_name(tenant, name)!r} is {export.step}; it counts optimizer steps from 0")
+    step = whole(f"step of an export of {full_name(tenant, name)!r}", export.step)
     data = as_bytes(export.data)
     digest, origin = bytes.fromhex(digest_of(data)), note("origin", export.origin)
-    return Prepared(tenant, name, digest, data.size, schema_text(data), export.step, export.session, origin)
+    return Prepared(tenant, name, digest, data.size, schema_text(data), step, export.session, origin)
 
 
 def store_and_commit(database: Database, store: Store, objects: dict[bytes, Buffer], commit) -> Any:
@@ -105,18 +104,19 @@ def store_and_commit(database: Database, store: Store, objects: dict[bytes, Buff
         try:
             return database.write(lambda c: commit(c, places))
         except Vanished as gone:
-            held -= gone.digests
             for digest in gone.digests:
+                held.pop(digest, None)
                 places.pop(digest, None)
     raise UserError(f"payloads of {len(objects)} exports were removed {ATTEMPTS} times while they were written: lengthen gc's grace period")
 
 
-def known(connection: sa.Connection, digests: list[bytes]) -> set[bytes]:
-    """Those digests whose payloads the catalog holds; they stay until the transaction ends."""
-    found: set[bytes] = set()
+def known(connection: sa.Connection, digests: list[bytes]) -> dict[bytes, int | None]:
+    """Schema ids of those payloads that the catalog holds; they stay until the transaction ends."""
+    found: dict[bytes, int | None] = {}
     for chunk in chunks(sorted(digests)):
-        query = sa.select(payloads.c.digest).where(payloads.c.digest.in_(chunk)).order_by(payloads.c.digest)
-        found |= set(connection.scalars(query.with_for_update(read=True, key_share=True)))
+        query = sa.select(payloads.c.digest, payloads.c.schema_id).where(payloads.c.digest.in_(chunk)).order_by(payloads.c.digest)
+        for row in connection.execute(query.with_for_update(read=True, key_share=True)):
+            found[row.digest] = row.schema_id
     return found
 
 
@@ -143,7 +143,11 @@ def add_payloads(connection: sa.Connection, author: Author, needed: dict[bytes, 
             for digest, place in new.items()
         ]
         insert_new(connection, payloads, rows)
-    if missing := needed.keys() - known(connection, list(needed)):
+    found = known(connection, list(needed))
+    untold = {digest for digest, schema in found.items() if schema is None and needed[digest] is not None}
+    for digest in sorted(untold):  # stored as something else before, such as a rollout
+        connection.execute(payloads.update().where(payloads.c.digest == digest).values(schema_id=needed[digest]))
+    if missing := needed.keys() - found.keys():
         raise Vanished(missing)
 
 
@@ -215,15 +219,15 @@ def _locked_policies(
         raise UserError(f"policy {names} is not in the catalog: create it first, or export with create=True")
     if missing:
         rows = []
-        for key in missing:
+        for key in sorted(missing):
             schema = read_schema(wanted[key].schema)
             rows.append(policies.new_row(author, *key, schema, ids[wanted[key].schema]))
-        insert_new(connection, policy_table, rows)
+        insert = dialect_insert(connection, policy_table).on_conflict_do_nothing().returning(policy_table.c.id)
+        mine = set(connection.scalars(insert, rows))  # the others were made by somebody else in this moment
         made = _select_policies(connection, dict.fromkeys(missing))
         owners |= made
-        audit.append(
-            connection, *(audit.row(author, "create", policy, {"schema": policy.json, "keep_last": None}) for policy in made.values())
-        )
+        new = [policy for policy in made.values() if policy.id in mine]
+        audit.append(connection, *(audit.row(author, "create", policy, {"schema": policy.json, "keep_last": None}) for policy in new))
     for policy in owners.values():
         if policy.state != "active":
             raise UserError(f"policy {full_name(policy.tenant, policy.name)!r} is retired: restore it first")

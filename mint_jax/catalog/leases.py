@@ -7,7 +7,7 @@ import sqlalchemy as sa
 
 from mint_jax.catalog.audit import Author
 from mint_jax.catalog.exports import known
-from mint_jax.catalog.names import note
+from mint_jax.catalog.names import duration, note
 from mint_jax.catalog.records import Lease
 from mint_jax.catalog.tables import leases
 from mint_jax.errors import UserError
@@ -20,8 +20,7 @@ def add(connection: sa.Connection, author: Author, digest: str, owner: str, seco
         UserError: the payload was removed.
     """
     note("owner", owner, 400)
-    if not 0 < seconds < 1e9:
-        raise UserError(f"a lease lasts a positive number of seconds, not {seconds}")
+    duration("length of a lease", seconds)
     raw = bytes.fromhex(digest)
     if not known(connection, [raw]):
         raise UserError(f"revision {digest[:12]} was removed from the catalog: resolve the name again")
@@ -36,7 +35,7 @@ def renew(connection: sa.Connection, author: Author, lease: Lease, seconds: floa
     Raises:
         UserError: it expired and was removed.
     """
-    expires = author.now + seconds
+    expires = author.now + duration("length of a lease", seconds)
     if not connection.execute(leases.update().where(leases.c.id == lease.id).values(expires_at=expires)).rowcount:
         raise UserError(f"the lease of {lease.owner!r} on revision {lease.digest[:12]} expired: take a new one")
     return Lease(lease.id, lease.digest, lease.owner, expires)

@@ -112,6 +112,20 @@ def note(what: str, text: str, longest: int = 4000) -> str:
     return text
 
 
+def whole(what: str, value: int, least: int = 0, most: int = 2**62) -> int:
+    """An integer that a database column holds."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or not least <= int(value) <= most:
+        raise UserError(f"{what} is {str(value)[:60]}; expected an integer from {least} to {most}")
+    return int(value)
+
+
+def duration(what: str, seconds: float) -> float:
+    """A positive number of seconds, at most some thirty years."""
+    if not 0 < seconds < 1e9:
+        raise UserError(f"{what} is {seconds} seconds; expected a positive number below 1e9")
+    return float(seconds)
+
+
 def _encodes(text: str) -> bool:
     try:
         text.encode()

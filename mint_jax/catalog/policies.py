@@ -27,8 +27,7 @@ def schema_ids(connection: sa.Connection, texts: set[str]) -> dict[str, int]:
 
 def new_row(author: Author, tenant: str, name: str, schema: Schema, schema_id: int, keep_last: int | None = None) -> dict[str, Any]:
     """The values of a policy that has no revision yet."""
-    if keep_last is not None and keep_last < 1:
-        raise UserError(f"keep_last is {keep_last}; keep at least 1 revision, or all of them with None")
+    _check_keep_last(keep_last)
     return {
         "tenant": tenant,
         "name": name,
@@ -203,11 +202,11 @@ def revision(connection: sa.Connection, policy: sa.Row, which: int | str, live: 
 
 
 def _within(policy: sa.Row, which: int | str) -> names.RevisionName:
-    if isinstance(which, int):
+    if not isinstance(which, str):
+        which = names.whole("revision number", which, 1, 10**9)
         return names.RevisionName(policy.tenant, policy.name, number=which)
-    if isinstance(which, str) and not ("@" in which or "/" in which):
-        named = names.parse_revision(f"p@{which}" if not names.is_digest(which) else which)
-        return named
+    if not ("@" in which or "/" in which):
+        return names.parse_revision(which if names.is_digest(which) else f"p@{which}")
     named = names.parse_revision(which)
     if named.digest is None and (named.tenant, named.policy) != (policy.tenant, policy.name):
         raise UserError(f"revision {which[:80]!r} is not of policy {full_name(policy.tenant, policy.name)!r}: branch from it instead")
@@ -252,7 +251,11 @@ def set_pinned(connection: sa.Connection, author: Author, policy: sa.Row, row: s
 
 def set_keep_last(connection: sa.Connection, author: Author, policy: sa.Row, keep_last: int | None) -> None:
     """Changes a policy's retention."""
-    if keep_last is not None and keep_last < 1:
-        raise UserError(f"keep_last is {keep_last}; keep at least 1 revision, or all of them with None")
+    _check_keep_last(keep_last)
     touch(connection, author, policy, keep_last=keep_last)
     audit.append(connection, audit.row(author, "keep_last", policy, {"before": policy.keep_last, "after": keep_last}))
+
+
+def _check_keep_last(keep_last: int | None) -> None:
+    if keep_last is not None:
+        names.whole("keep_last (None keeps all revisions)", keep_last, 1, 10**9)

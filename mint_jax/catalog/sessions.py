@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from mint_jax.catalog import audit, policies
 from mint_jax.catalog.aliases import current
 from mint_jax.catalog.audit import Author
-from mint_jax.catalog.names import LATEST, note
+from mint_jax.catalog.names import LATEST, duration, note
 from mint_jax.catalog.records import Session, full_name
 from mint_jax.errors import UserError
 
@@ -22,8 +22,9 @@ def start(connection: sa.Connection, author: Author, policy: sa.Row, owner: str,
     cut to that length.
     """
     note("owner", owner, 400)
-    if not owner or not 0 < seconds < 1e9:
-        raise UserError(f"a session needs an owner and a positive number of seconds, not {owner!r} and {seconds}")
+    if not owner:
+        raise UserError("a session needs an owner: name the job")
+    duration("length of a session", seconds)
     mine = full_name(policy.tenant, policy.name)
     if policy.session_owner not in (None, owner) and author.now < policy.session_expires and not force:
         expires = min(policy.session_expires, author.now + policy.session_seconds)
@@ -54,6 +55,7 @@ def start(connection: sa.Connection, author: Author, policy: sa.Row, owner: str,
 def renew(connection: sa.Connection, author: Author, policy: sa.Row, session: Session, seconds: float) -> Session:
     """Moves a session's expiry. A heartbeat is no change of state: the audit log does not tell it."""
     check_writer(policy, session)
+    duration("length of a session", seconds)
     expires = author.now + seconds
     policies.touch(connection, author, policy, session_expires=expires, session_seconds=seconds)
     return Session(session.policy, policy.id, session.number, session.owner, expires, session.start)

@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 from mint_jax.catalog import audit, policies, sessions
 from mint_jax.catalog.audit import Author
-from mint_jax.catalog.names import note
+from mint_jax.catalog.names import note, whole
 from mint_jax.catalog.records import RolloutRecord, Session, TrainingCheckpoint, full_name
 from mint_jax.catalog.tables import checkpoints, rollouts
 from mint_jax.errors import UserError
@@ -22,7 +22,12 @@ def add_checkpoint(
 ) -> TrainingCheckpoint:
     """Notes a committed checkpoint of a locked policy."""
     sessions.check_writer(policy, session)
-    values = {"policy_id": policy.id, "step": step, "place": note("place", place), "created_at": max(author.now, policy.touched_at)}
+    values = {
+        "policy_id": policy.id,
+        "step": whole("step", step),
+        "place": note("place", place),
+        "created_at": max(author.now, policy.touched_at),
+    }
     number = connection.scalar(checkpoints.insert().returning(checkpoints.c.id), values)
     policies.touch(connection, author, policy)
     audit.append(connection, audit.row(author, "checkpoint", policy, {"step": step, "place": place}))
@@ -55,10 +60,10 @@ def add_rollout(
         raise UserError(f"mean_reward of a rollout of {full_name(policy.tenant, policy.name)!r} is {mean_reward}: give a finite number")
     values = {
         "policy_id": policy.id,
-        "step": step,
+        "step": whole("step", step),
         "digest": digest,
-        "tokens": tokens,
-        "mean_reward": mean_reward,
+        "tokens": whole("tokens", tokens),
+        "mean_reward": float(mean_reward),
         "created_at": max(author.now, policy.touched_at),
     }
     number = connection.scalar(rollouts.insert().returning(rollouts.c.id), values)

@@ -11,7 +11,7 @@ Axes: M rows, E experts, G groups, W adapter factors, D in, F out, R rank. Hu et
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +86,7 @@ def _products(x, bases, sizes, adapters):
     inner = []
     for groups, factors in adapters:
         h = iter(jax.lax.platform_dependent(x, [pair[0] for pair in factors if pair], groups, cpu=_inner_tiles, default=_inner_grouped))
-        inner.append(tuple(None if pair is None else checkpoint_name(next(h), "expert_inner") for pair in factors))
+        inner.append(tuple(None if pair is None else next(h) for pair in factors))
     out = []
     for k, base in enumerate(bases):
         terms = [_Terms(h[k], one.factors[k][1], one.groups) for h, one in zip(inner, adapters) if one.factors[k]]
@@ -98,15 +98,20 @@ def _forward(x, bases, sizes, adapters):
     trained = tuple((True,) if base["w"].perturbed else () for base in bases)  # as structure: a frozen base costs no product backwards
     args = jax.tree.map(lambda arg: arg.value, (x, bases, sizes, adapters), is_leaf=lambda arg: hasattr(arg, "perturbed"))
     out, inner = _products(*args)
+    inner = jax.tree.map(lambda h: checkpoint_name(h, "expert_inner"), inner)
     return out, (*args, inner, trained)
 
 
 def _backward(residuals, g):
     x, bases, sizes, adapters, inner, trained = residuals
-    g = tuple(jnp.zeros(one.shape, one.dtype) if isinstance(one, SymbolicZero) else one for one in g)
+    g = tuple(_dense(one) for one in g)
     dx, dfactors = _gradients(x, bases, sizes, adapters, inner, g)
     dbases = tuple(_base_gradient(x, one, sizes, base) if learns else None for base, one, learns in zip(bases, g, trained))
     return dx, dbases, None, tuple(Adapters(None, one) for one in dfactors)  # type: ignore[arg-type]
+
+
+def _dense(g: Any) -> jax.Array:
+    return jnp.zeros(g.shape, jnp.dtype(str(g.dtype))) if isinstance(g, SymbolicZero) else g
 
 
 @jax.custom_batching.custom_vmap

@@ -90,7 +90,7 @@ def test_a_lease_ends_by_itself(ten, clock):
     assert numbers(ten) == [8, 9, 10]
     with pytest.raises(UserError, match=r"the lease of 'request 9' .* expired: take a new one"):
         ten.renew_lease(lease)
-    with pytest.raises(UserError, match="positive number of seconds"):
+    with pytest.raises(UserError, match="length of a lease is 0 seconds; expected a positive number"):
         ten.lease("p", "x", 0)
 
 

@@ -203,3 +203,50 @@ def test_readers_see_whole_exports_only(place):
         stop.set()
         assert sum(reader.result() for reader in readers) > 0
     assert torn == []
+
+
+def test_everything_at_once(place, monkeypatch):
+    """Exporters, a promoter and a collector that gives no grace: what is named loads, and nothing is damaged."""
+    catalog = place.open()
+    for policy in range(3):
+        catalog.create_policy(f"p{policy}", SCHEMA, keep_last=2)
+        catalog.export(f"p{policy}", packed(0), 0)
+    monkeypatch.setattr(catalog.store, "sweep", lambda *_: [])  # it would remove what is being written, if it gave no grace
+    stop = threading.Event()
+
+    def export(worker: int) -> None:
+        for step in range(1, 15):
+            items = [Export(f"p{policy}", packed((worker + step) % 4), 100 * worker + step) for policy in range(3)]
+            made = catalog.export_many(items[worker:] + items[:worker])
+            for revision in made:
+                lease = catalog.lease(f"{revision.policy}@latest", "reader")
+                assert hashlib.sha256(catalog.load(lease.digest).tobytes()).hexdigest() == lease.digest
+                catalog.release(lease)
+
+    def promote() -> int:
+        moves = 0
+        while not stop.is_set():
+            catalog.promote("p0", "latest")
+            moves += catalog.resolve("p0@serving").number > 0
+        return moves
+
+    def collect() -> int:
+        removed = 0
+        while not stop.is_set():
+            removed += catalog.gc(grace_s=0.0).payloads
+        return removed
+
+    with concurrent.futures.ThreadPoolExecutor(5) as pool:
+        others = [pool.submit(promote), pool.submit(collect)]
+        exporters = [pool.submit(export, worker) for worker in range(3)]
+        try:
+            for exporter in exporters:
+                exporter.result()
+        finally:
+            stop.set()
+        assert all(other.result() > 0 for other in others)
+    assert list(catalog.verify()) == []
+    for policy in range(3):
+        numbers = [entry.after for entry in catalog.history(f"p{policy}", "latest")]
+        assert len(numbers) == 43
+        catalog.load(f"p{policy}")

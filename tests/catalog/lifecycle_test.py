@@ -144,6 +144,36 @@ def test_promotion_and_rollback(catalog, clock):
         catalog.rollback("p", "candidate")
 
 
+def test_a_long_history_of_moves(catalog, rng):
+    """Eighty moves at random, against a stack."""
+    for step in range(5):
+        catalog.export("p", packed(step), step, create=True)
+    catalog.promote("p", 1)
+    stack, moves = [1], [(None, 1)]
+    for _ in range(80):
+        before = stack[-1]
+        if rng.random() < 0.5:
+            number = int(rng.integers(1, 6))
+            catalog.promote("p", number)
+            stack += [number] if number != before else []
+        else:
+            to = None if rng.random() < 0.6 else int(rng.integers(1, 6))
+            under = stack[:-1]
+            while to is not None and under and under[-1] != to:
+                under.pop()
+            if under:
+                assert catalog.rollback("p", to=to).number == under[-1]
+                stack = under
+                moves.append((before, stack[-1]))
+                continue
+            with pytest.raises(UserError, match=r"no revision before|did not point at"):
+                catalog.rollback("p", to=to)
+        if stack[-1] != before:
+            moves.append((before, stack[-1]))
+        assert catalog.resolve("p@serving").number == stack[-1]
+    assert [(entry.before, entry.after) for entry in catalog.history("p")] == moves
+
+
 def test_promoting_what_is_there_changes_nothing(catalog):
     revision = catalog.export("p", packed(1), 1, create=True)
     first = catalog.promote("p", revision.digest, "candidate")
@@ -201,6 +231,31 @@ def test_a_branch_begins_with_the_bytes_of_its_parent(catalog):
         catalog.branch("lab/q", "p@1")
     with pytest.raises(UserError, match="policy 'p' has no revision 9: its newest is 2"):
         catalog.branch("r", "p@9")
+
+
+@pytest.mark.parametrize("value", [-1, 2**63, 10**30, 1.5, None, "3", True])
+def test_numbers_that_no_column_holds_are_refused(catalog, value):
+    catalog.export("p", packed(1), 1, create=True)
+    before = catalog.stats()
+    for call in (
+        lambda: catalog.export("p", packed(2), value),
+        lambda: catalog.checkpoint("p", value, "there"),
+        lambda: catalog.rollout("p", value, b"x", tokens=1, mean_reward=0.0),
+        lambda: catalog.rollout("p", 1, b"x", tokens=value, mean_reward=0.0),
+        lambda: catalog.promote("p", value if value != "3" else 3),
+        lambda: catalog.keep_last("p", value if value is not None else 0),
+    ):
+        with pytest.raises(UserError):
+            call()
+    assert catalog.stats() == before
+
+
+def test_bytes_of_a_rollout_may_become_a_revision(catalog):
+    catalog.create_policy("p", SCHEMA)
+    catalog.rollout("p", 1, packed(1), tokens=1, mean_reward=0.0)
+    catalog.export("p", packed(1), 1)
+    assert catalog.resolve("p").schema == SCHEMA.to_json()
+    assert catalog.stats()["payloads"] == 1
 
 
 def test_what_is_retired_does_not_resolve(catalog):
@@ -331,7 +386,7 @@ def test_a_name_is_taken_once(catalog):
     catalog.create_policy("p", SCHEMA)
     with pytest.raises(UserError, match="policy 'p' exists already"):
         catalog.create_policy("p", SCHEMA)
-    with pytest.raises(UserError, match="keep_last is 0"):
+    with pytest.raises(UserError, match=r"keep_last .* is 0; expected an integer from 1"):
         catalog.create_policy("q", SCHEMA, keep_last=0)
     assert len(catalog.policies()) == 1
 

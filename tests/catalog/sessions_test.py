@@ -122,6 +122,6 @@ def test_one_fenced_export_of_many_refuses_them_all(catalog):
 @pytest.mark.parametrize(("owner", "seconds"), [("", 60), ("a", 0), ("a", -1), ("a", float("nan")), ("a", 1e12)])
 def test_nonsense_is_refused(catalog, owner, seconds):
     catalog.create_policy("p", SCHEMA)
-    with pytest.raises(UserError, match="a session needs an owner and a positive number of seconds"):
+    with pytest.raises(UserError, match=r"a session needs an owner|length of a session is"):
         catalog.open_session("p", owner, seconds)
     assert catalog.policy("p").session_number == 0
