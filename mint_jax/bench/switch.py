@@ -4,6 +4,9 @@ A catalog of 10^4 revisions. One thread moves the alias ``serving`` of some poli
 process and one other process resolve these policies' ``serving`` all the while, in turn with names of the whole catalog.
 Every move and every read notes when it began and ended, on the one monotonic clock that all processes of a machine share.
 
+The same moves are made before that while nobody reads (``quiet``), and while only the other process does (``elsewhere``): what
+lies between is Python's, whose threads run one at a time.
+
 A read is **stale** when it began after a move had returned and shows a revision from before that move: what it shows must be
 what the alias was at some time between the last move that ended before the read began and the last that began before it
 ended. ``decided`` are the reads for which that is one revision only; ``soon`` those that began within 5 milliseconds of the
@@ -165,6 +168,11 @@ def _sync(folder: Path, count: int) -> dict[str, float] | None:
     return _percentiles(out)
 
 
+def _wait(events: Sequence[Any]) -> None:
+    if not all(event.wait(READY_S) for event in events):
+        raise UserError(f"no reader resolved {ALIAS!r} within {READY_S:.0f} s: look at what else this machine does")
+
+
 def measure(config: Any, folder: Path, database: str | None, what: str) -> dict[str, Any]:
     """Everything on one database.
 
@@ -191,24 +199,26 @@ def measure(config: Any, folder: Path, database: str | None, what: str) -> dict[
         process.start()
         answer.close()
         try:
+            _wait([ready])
+            apart = writer.run(config.moves // 2, f"{what}: moves, another process reads")
             for other in others:
                 other.start()
-            if not all(event.wait(READY_S) for event in (ready, *started)):
-                raise UserError(f"no reader resolved {ALIAS!r} within {READY_S:.0f} s: look at what else this machine does")
+            _wait(started)
             began = time.monotonic()
             busy = writer.run(config.moves, f"{what}: moves under traffic")
             seconds = time.monotonic() - began
         finally:
             stop.set()
             for other in others:
-                other.join()
+                if other.ident is not None:
+                    other.join()
         if not theirs.poll(READY_S):
             raise UserError("the other process that reads has ended without its results")
         reads, rest, errors = theirs.recv()
         process.join(READY_S)
         elsewhere = np.frombuffer(reads, np.int64).reshape(-1, _FIELDS)
         log = sum(1 for move in writer.moves if move.policy == 0)  # the audit log knows each of them
-        kept = len(catalog.history(plan.policy(policies[0]), ALIAS)) - 1
+        kept = len(catalog.history(plan.policy(policies[0]), ALIAS, limit=len(writer.moves) + 2)) - 1
     here = [np.frombuffer(reads, np.int64).reshape(-1, _FIELDS) for reads, _, _ in found]
     first = busy[0].began
     both = np.concatenate([*here, elsewhere])
@@ -220,6 +230,7 @@ def measure(config: Any, folder: Path, database: str | None, what: str) -> dict[
         "moves": len(busy),
         **_latency(busy),
         "quiet": _latency(quiet),
+        "elsewhere": _latency(apart),
         "moves_per_s": round(len(busy) / seconds, 1),
         "sync": sync,
         "reads": len(both),
