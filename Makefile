@@ -45,7 +45,7 @@ test-slow: setup-dev
 	$(BIN)/python -m pytest -q -m slow
 
 bench: setup-dev
-	for name in train_vs_peft concurrent_grpo handoff moe_step load_base; do \
+	for name in train_vs_peft concurrent_grpo handoff moe_step load_base packed_load catalog_scale switch; do \
 	  $(BIN)/python -m mint_jax.launch --config=configs/bench/$$name.py:ci --workdir=runs/bench/$$name || exit 1; \
 	done
 

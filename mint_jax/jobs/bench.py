@@ -12,7 +12,7 @@ from mint_jax.jobs.common import Config
 from mint_jax.jobs.grpo import ConcurrentGrpo
 from mint_jax.models.base import Base
 
-BENCHES = ("train_vs_peft", "concurrent_grpo", "handoff", "moe_step", "load_base", "packed_load")
+BENCHES = ("train_vs_peft", "concurrent_grpo", "handoff", "moe_step", "load_base", "packed_load", "catalog_scale", "switch")
 
 
 def open_base(config: Config | dict[str, Any]) -> Base:

@@ -1,0 +1,37 @@
+"""A catalog of a thousand to a million revisions: making it, resolving names, cold loads, memory; and MLflow's registry beside it.
+
+Command: python -m mint_jax.launch --config=configs/bench/catalog_scale.py --workdir=runs/bench/catalog_scale
+Short:   --config=configs/bench/catalog_scale.py:ci
+The peer needs `pip install mlflow-skinny`, here or in another environment: --config.peer.python=path/to/its/python
+Default size: 20 minutes on two idle CPU cores, 1 GB of memory, 4 GB of disk (removed at the end).
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config(size: str = "default") -> ConfigDict:
+    config = ConfigDict()
+    config.job = "bench"
+    config.bench = "catalog_scale"
+    config.seed = 0
+    config.entries = (1_000, 10_000, 100_000, 1_000_000)
+    config.per_policy = 4  # revisions of a policy
+    config.batch = 5_000  # exports of one transaction
+    config.requests = 100_000  # of each kind
+    config.zipf = 1.0  # exponent
+    config.host_entries = 512  # adapters in the host cache
+    config.slots = 16
+    config.loads = 20_000
+    config.disk_loads = 1_000
+    config.lone_exports = 100
+    config.peer = ConfigDict({"python": "", "entries": 10_000, "seconds": 300.0, "samples": 500, "per_policy": 4})
+    if size == "ci":
+        config.entries = (1_000, 10_000)
+        config.requests = 20_000
+        config.loads = 3_000
+        config.disk_loads = 300
+        config.lone_exports = 30
+        config.peer.update({"entries": 400, "seconds": 60.0, "samples": 60})
+    elif size != "default":
+        raise ValueError(f"catalog_scale size {size!r}; expected default or ci")
+    return config
