@@ -6,8 +6,6 @@ compares, holds an alias against its last move in the audit log, and a schema's 
 that: their digest is verified when they are read.
 """
 
-import functools
-import hashlib
 import json
 
 import sqlalchemy as sa
@@ -15,6 +13,7 @@ import sqlalchemy as sa
 from mint_jax.catalog import policies as policy_records
 from mint_jax.catalog.database import chunks
 from mint_jax.catalog.names import RevisionName, digest_range
+from mint_jax.catalog.packed import schema_digest
 from mint_jax.catalog.payloads import Place
 from mint_jax.catalog.records import Resolved, full_name
 from mint_jax.catalog.tables import aliases, audit, packs, payloads, policies, revisions, schemas
@@ -129,7 +128,7 @@ def _resolved(connection: sa.Connection, row: sa.Row, alias: str | None) -> Reso
         raise damaged(connection, f"revision {named}@{row.number} is another one in its index than in its table")
     if alias is not None and (row.after != row.number or not _tells(row.details, row.digest.hex())):
         raise damaged(connection, f"alias {named}@{alias} is not where its last move in the audit log left it")
-    if _digest(row.json) != row.schema_digest:
+    if schema_digest(row.json) != row.schema_digest:
         raise damaged(connection, f"the schema of revision {named}@{row.number} is not what its digest says")
     if row.policy_state != "active":
         raise UserError(f"policy {named!r} is retired: restore it first")
@@ -143,11 +142,6 @@ def _tells(details: str, digest: str) -> bool:
         return json.loads(details).get("digest") == digest
     except (ValueError, AttributeError):
         return False
-
-
-@functools.lru_cache(1024)
-def _digest(text: str) -> bytes:
-    return hashlib.sha256(text.encode(errors="replace")).digest()
 
 
 def damaged(connection: sa.Connection, what: str) -> UserError:

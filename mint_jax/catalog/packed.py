@@ -9,6 +9,7 @@ Conversion to and from PEFT's per-expert tensors is ``lora.peft``'s.
 """
 
 import dataclasses
+import functools
 import json
 import math
 from typing import Any
@@ -142,6 +143,12 @@ def unpack(data: Buffer) -> tuple[Any, Schema]:
 def digest_of(data: Buffer) -> str:
     """The revision digest of a packed object: BLAKE3, 64 hex digits."""
     return blake3_of(as_bytes(data))
+
+
+@functools.lru_cache(1024)
+def schema_digest(text: str) -> bytes:
+    """The digest of a schema's text, 32 bytes."""
+    return bytes.fromhex(digest_of(text.encode(errors="replace")))
 
 
 def as_bytes(data: Buffer) -> np.ndarray:

@@ -8,7 +8,7 @@ from sqlalchemy import exc
 from mint_jax.catalog import audit, names
 from mint_jax.catalog.audit import Author
 from mint_jax.catalog.database import chunks, insert_new
-from mint_jax.catalog.packed import Schema, digest_of
+from mint_jax.catalog.packed import Schema, schema_digest
 from mint_jax.catalog.records import PolicyRecord, Revision, full_name
 from mint_jax.catalog.tables import aliases, payloads, policies, revisions, schemas
 from mint_jax.errors import UserError
@@ -16,7 +16,7 @@ from mint_jax.errors import UserError
 
 def schema_ids(connection: sa.Connection, texts: set[str]) -> dict[str, int]:
     """Ids of schemas by their text; new ones are added."""
-    digests = {bytes.fromhex(digest_of(text.encode())): text for text in sorted(texts)}
+    digests = {schema_digest(text): text for text in sorted(texts)}
     query = sa.select(schemas.c.digest, schemas.c.id).where(schemas.c.digest.in_(list(digests)))
     found = {digests[digest]: number for digest, number in connection.execute(query)}
     if len(found) < len(texts):

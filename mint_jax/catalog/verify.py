@@ -4,14 +4,13 @@ Damage is named where it is: a flipped bit in one payload concerns the revisions
 """
 
 import dataclasses
-import hashlib
 from collections.abc import Callable, Iterator
 
 import sqlalchemy as sa
 
 from mint_jax.catalog import replay
 from mint_jax.catalog.database import Database
-from mint_jax.catalog.packed import unpack
+from mint_jax.catalog.packed import schema_digest, unpack
 from mint_jax.catalog.payloads import PayloadStore, Place
 from mint_jax.catalog.records import Resolved, full_name
 from mint_jax.catalog.tables import packs, payloads, policies, revisions, schemas
@@ -146,7 +145,7 @@ def _replay_log(database: Database) -> Iterator[Finding]:
 
 def _schema_damage(database: Database) -> Iterator[Finding]:
     for name, text, digest in database.read(_schemas):
-        if hashlib.sha256(text.encode(errors="replace")).digest() != digest:
+        if schema_digest(text) != digest:
             yield Finding("database", f"schema {name} is not what its digest says")
 
 
