@@ -142,6 +142,19 @@ def test_packed_files_need_no_base(run, base, many, tmp_path):
     assert "1 PEFT directories need the base" in err
 
 
+def test_import_resumes_on_either_database(place, many, capsys):
+    many.mkdir()
+    for i in range(5):
+        (many / f"a{i}.safetensors").write_bytes(packed(i))
+    command = [f"--catalog={place.database}", f"--payloads={place.payloads}", "--json"]
+    for imported, present in ((5, 0), (0, 5)):
+        assert main([*command, "import", str(many), "--tenant=acme", "--batch=3"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        assert (told["imported"], told["present"]) == (imported, present)
+    assert main([*command, "ls", "--limit=3"]) == 0
+    assert [one["policy"] for one in json.loads(capsys.readouterr().out)["policies"]] == ["acme/a0", "acme/a1", "acme/a2"]
+
+
 def test_names_come_from_the_template(run, base, many, tmp_path):
     for folder in "xy":
         write_adapter(many / folder / "best", base, ord(folder))
@@ -378,6 +391,9 @@ def test_another_base_or_none_is_refused(run, base, many, tmp_path, hf_dirs):
     code, told, _ = run("import", many, f"--fingerprint={base.fingerprint}", base_name=str(tmp_path / "config_only"))
     assert (code, told["imported"]) == (0, 1)
     assert run("export", "a", tmp_path / "out")[0] == 0  # the very base
+    code, _, err = run("export", "a", many / "a" / CONFIG / "below")
+    assert code == 2
+    assert "cannot be written" in err
     code, _, err = run("export", "a", tmp_path / "out2", base_name=str(hf_dirs("llama")))
     assert code == 2
     assert "give its own base" in err

@@ -123,7 +123,10 @@ def export(args: argparse.Namespace, catalog: Catalog) -> Result:
             "give its own base"
         )
     tree.check_fits(adapter, schema.config, base.specs, args.name, finite=False)
-    peft.write_peft(args.directory, adapter, schema.config, base.tables[0], args.base)
+    try:
+        peft.write_peft(args.directory, adapter, schema.config, base.tables[0], args.base)
+    except OSError as error:
+        raise UserError(f"output {args.directory} cannot be written ({error.strerror or error}): choose another place") from None
     shown = [("directory", args.directory), ("revision", f"{found.policy}@{found.number}"), ("digest", found.digest)]
     return Result(answer | {"directory": args.directory}, [facts("wrote", shown)])
 

@@ -113,8 +113,13 @@ def _squares(one: Factors, scale_one: float, two: Factors | None, scale_two: flo
         if two is not None:
             a = np.concatenate([a, two[0][layer].astype(np.float64)], axis=-2)
             b = np.concatenate([b, two[1][layer].astype(np.float64) * scale_two], axis=-2)
-        r, s = (np.asarray(np.linalg.qr(np.swapaxes(x, -1, -2), mode="r")) for x in (a, b))
+        r, s = _triangle(a), _triangle(b)
         first = r[..., :rank] @ np.swapaxes(s[..., :rank], -1, -2)
         second = r[..., rank:] @ np.swapaxes(s[..., rank:], -1, -2)
         total += [(first**2).sum(), (second**2).sum(), ((first - second) ** 2).sum(), (first * second).sum()]
     return total
+
+
+def _triangle(factors: np.ndarray) -> np.ndarray:
+    """R of the thin QR of ``[..., R, D]``, transposed."""
+    return np.linalg.qr(np.swapaxes(factors, -1, -2), mode="r")  # type: ignore[return-value]
