@@ -3,7 +3,6 @@
 A reader gets what was stored or a ``UserError``, never something else; ``verify`` names what a reader may not have met.
 """
 
-import hashlib
 import os
 import random
 import shutil
@@ -14,6 +13,7 @@ import pytest
 from mint_jax.catalog.exports import Export
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.pack_format import FOOTER
+from mint_jax.catalog.packed import digest_of
 from mint_jax.errors import UserError
 from tests.catalog.adapters import packed
 from tests.catalog.conftest import execute, same_bytes
@@ -178,7 +178,7 @@ def test_nothing_is_collected_from_a_damaged_database(whole, tmp_path):
 
 
 def packed_digest(value: int) -> bytes:
-    return hashlib.sha256(packed(value)).digest()
+    return bytes.fromhex(digest_of(packed(value)))
 
 
 @pytest.mark.parametrize("how", ["flip", "cut", "trailer", "footer", "gone"])
