@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import sqlalchemy as sa
 
-from mint_jax import params
+from mint_jax import nested
 from mint_jax.catalog import audit, header, policies, sessions
 from mint_jax.catalog.audit import Author
 from mint_jax.catalog.database import Database, chunks, dialect_insert, insert_new
@@ -104,7 +104,7 @@ def check_finite(policy: str, data: np.ndarray, schema: str) -> None:
     start = 8 + int.from_bytes(data[:8].tobytes(), "little")
     if all_finite(data[start:].view(header.DTYPES[header.TAGS[read_schema(schema).dtype]])):
         return
-    for path, leaf in params.leaves_with_path(unpack(data)[0]):
+    for path, leaf in nested.leaves_with_path(unpack(data)[0]):
         if not all_finite(leaf):
             raise UserError(
                 f"policy {policy!r}: {path} of the exported adapter has NaN or infinite values: the run has diverged, export an earlier "

@@ -177,9 +177,9 @@ def _commit(batch: Sequence[Ready], args: argparse.Namespace, catalog: Catalog |
             tally.refused.append(Refusal(str(one.source.path), reason))
 
 
-def _as_export(one: Ready, step: int) -> Export:
+def _as_export(one: Ready, args: argparse.Namespace) -> Export:
     origin = f"import of {one.source.path}".encode("utf-8", "backslashreplace").decode()
-    return Export(one.policy, one.data, step, origin=origin[:4000])
+    return Export(one.policy, one.data, args.step, origin=origin[:4000], force=args.force)
 
 
 def _would_refuse(one: Ready, catalog: Catalog, args: argparse.Namespace) -> str | None:
@@ -191,7 +191,7 @@ def _would_refuse(one: Ready, catalog: Catalog, args: argparse.Namespace) -> str
     try:
         if record.state != "active":
             raise UserError(f"policy {one.policy!r} is retired: restore it first")
-        exports.check_schema(exports.prepare(*key, _as_export(one, args.step)), record.schema)
+        exports.check_schema(exports.prepare(*key, _as_export(one, args)), record.schema)
     except UserError as error:
         return str(error)
     return None
@@ -207,7 +207,7 @@ def _export(some: Sequence[Ready], args: argparse.Namespace, catalog: Catalog, t
     while pending:
         part = pending.popleft()
         try:
-            catalog.export_many([_as_export(one, args.step) for one in part], create=True, by=args.by, why=args.why)
+            catalog.export_many([_as_export(one, args) for one in part], create=True, by=args.by, why=args.why)
         except (StorageFailed, DatabaseFailed):
             raise
         except UserError as error:
