@@ -34,7 +34,11 @@ def contradictions(connection: sa.Connection, after: int) -> tuple[list[Contradi
     named = _grouped(connection, query.where(aliases.c.policy_id.in_(within)).order_by(aliases.c.name))
     found = []
     for policy in page:
-        found += _of_policy(policy, log.get(policy.id, []), held.get(policy.id, []), named.get(policy.id, []))
+        try:
+            found += list(_of_policy(policy, log.get(policy.id, []), held.get(policy.id, []), named.get(policy.id, [])))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:  # a value that no writer makes, such as a null number
+            what = f"the rows of policy {policy.id} cannot be read against the audit log ({type(error).__name__}: {str(error)[:80]})"
+            found.append(("policy", str(policy.name), what))
     return found, page[-1].id if page else None
 
 

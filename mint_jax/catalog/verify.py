@@ -74,6 +74,9 @@ def _verify_packs(database: Database, store: PayloadStore, progress: Callable[[i
     while some := database.read(lambda c, last=last: _packs(c, last)):
         for pack in some:
             yield from _told(_verify_pack(database, store, pack, checked))
+        if not isinstance(some[-1].id, int) or some[-1].id <= last:
+            yield Finding("database", f"packs are not in the order of their ids behind id {last}: the table is damaged")
+            return
         last = some[-1].id
 
 
@@ -139,6 +142,9 @@ def _replay_log(database: Database) -> Iterator[Finding]:
         for kind, name, what in found:
             yield Finding(kind, what, None, (name,) if kind == "revision" else ())
         if after is None:
+            return
+        if not isinstance(after, int) or after <= last:
+            yield Finding("database", f"policies are not in the order of their ids behind id {last}: the table is damaged")
             return
         last = after
 

@@ -105,11 +105,14 @@ class Worker:
         self.deed("checkpoint", lambda by: self.catalog.checkpoint(self._own, 5, place, by=by), checkpoint=[self._own, place])
 
     def retire(self) -> None:
-        try:
-            self.deed("retire", lambda by: self.catalog.retire(TRASH, self._expendable, by=by))
-        except UserError:  # another worker's collection may have had it first
-            if self._expendable in [one.number for one in self.catalog.revisions(TRASH)]:
-                raise
+        def call(by: str) -> None:
+            try:
+                self.catalog.retire(TRASH, self._expendable, by=by)
+            except UserError:  # another worker's collection may have had it first
+                if self._expendable in [one.number for one in self.catalog.revisions(TRASH)]:
+                    raise
+
+        self.deed("retire", call)
 
     def gc(self) -> None:
         self.deed("gc", lambda by: self.catalog.gc(grace_s=self.grace_s, compact=False, by=by))
