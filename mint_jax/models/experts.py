@@ -99,4 +99,4 @@ def groups_of(order: Order, first: int, P: int) -> Groups:
     mine = (order.block >= first) & (order.block < first + P)
     factor = jnp.where(mine, (order.block - first) * E + order.expert, -1)
     rows = slice(first, first + P)
-    return Groups(begin[:, rows].reshape(-1), order.counts[:, rows].reshape(-1), index.reshape(-1), factor)
+    return Groups(begin[:, rows].reshape(-1), order.counts[:, rows].reshape(-1), index.reshape(-1), factor, contiguous=blocks == P)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
@@ -24,7 +25,8 @@ from mint_jax.models.grouped_batching import Merged, each, joined
 FEW_TERMS = 16  # up to this rank a sum over it costs less than another pass over the wide result
 
 
-class Groups(NamedTuple):
+@struct.dataclass
+class Groups:
     """Which rows have which factors.
 
     Attributes:
@@ -32,12 +34,14 @@ class Groups(NamedTuple):
         sizes: ``[G]`` int32 rows of each group.
         index: ``[G]`` int32 factors of each group; no two groups have the same.
         factor: ``[M]`` int32 factors of each row; -1 for rows of no group.
+        contiguous: rows of no group all come behind the others.
     """
 
     first: jax.Array
     sizes: jax.Array
     index: jax.Array
     factor: jax.Array
+    contiguous: bool = struct.field(pytree_node=False, default=False)
 
 
 Factors = tuple[jax.Array, jax.Array]  # A [W, R, D], B [W, R, F]
@@ -172,7 +176,7 @@ def _merge(P, batched, x, bases, sizes, adapters):
         first = jnp.take_along_axis(rows.place_PM, jnp.minimum(groups.first, x.shape[-2] - 1), axis=1).reshape(-1)
         order = jnp.argsort(first, stable=True)
         sizes_G, index_G = groups.sizes.reshape(-1)[order], (groups.index + own).reshape(-1)[order]
-        merged = Groups(first[order], sizes_G, index_G, rows.take(factor[..., None], True)[:, 0])
+        merged = Groups(first[order], sizes_G, index_G, rows.take(factor[..., None], True)[:, 0], groups.contiguous)
         out.append(Adapters(merged, jax.tree.map(lambda w, of: joined(w, of, P), factors, of_factors)))
     return rows, rows.take(x, of_x), bases, sizes, tuple(out)
 
@@ -192,6 +196,8 @@ def _with_terms(x, base, sizes, terms, transposed, onto=None, key=0):
 
 
 def _grouped(x: jax.Array, w: jax.Array, groups: Groups, transposed: bool) -> jax.Array:
+    if groups.contiguous:
+        return grouped_matmul(x, w, groups.sizes, groups.index, transposed)
     front = jnp.argsort(groups.factor < 0, stable=True)  # the rows of groups, still sorted, then the others
     back = jnp.zeros_like(front).at[front].set(jnp.arange(front.shape[0], dtype=front.dtype))
     return grouped_matmul(x[front], w, groups.sizes, groups.index, transposed)[back]

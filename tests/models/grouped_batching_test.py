@@ -87,13 +87,13 @@ def test_products_of_policies_are_those_of_each(own, transposed, rng):
     _check(fn, (x, w, sizes, indices), axes, (0, 1), _draw(rng, True, M, N))
 
 
-def _adapted(x, w, a, b, sizes, index):
+def _adapted(x, w, a, b, sizes, index, contiguous=False):
     """A projection whose groups of adapters are the experts, each with the factors of ``index``."""
     first, row = jnp.cumsum(sizes) - sizes, jnp.arange(x.shape[0], dtype=jnp.int32)
     group = jnp.searchsorted(jnp.cumsum(sizes), row, side="right")
     index = jnp.asarray(index)
     factor = jnp.where(group < sizes.shape[0], index[jnp.minimum(group, sizes.shape[0] - 1)], -1)
-    return project(x, [{"w": w}], sizes, [Adapters(Groups(first, sizes, index, factor), ((a, b),))])[0]
+    return project(x, [{"w": w}], sizes, [Adapters(Groups(first, sizes, index, factor, contiguous), ((a, b),))])[0]
 
 
 PACKED = {  # whose x, base, A, B, sizes and index are each policy's own
@@ -115,7 +115,8 @@ def test_adapted_projections_of_policies_are_those_of_each(own, rank, rng):
     _check(_adapted, args, tuple(0 if mine else None for mine in own), (0, 1, 2, 3), _draw(rng, True, M, N))
 
 
-def test_rules_hold_for_the_form_of_accelerators(rng, monkeypatch):
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_rules_hold_for_the_form_of_accelerators(contiguous, rng, monkeypatch):
     monkeypatch.setattr(grouped, "tiled_matmul", grouped._ragged)
     monkeypatch.setattr(grouped, "_outer_tiles", grouped._outer_ragged)
     for name in ("inner", "backward"):
@@ -130,7 +131,8 @@ def test_rules_hold_for_the_form_of_accelerators(rng, monkeypatch):
         jnp.asarray(SIZES),
         index,
     )
-    _check(_adapted, args, (0, None, 0, 0, 0, None), (0, 1, 2, 3), _draw(rng, True, M, N))
+    fn = functools.partial(_adapted, contiguous=contiguous)
+    _check(fn, args, (0, None, 0, 0, 0, None), (0, 1, 2, 3), _draw(rng, True, M, N))
 
 
 def test_vmap_of_vmap_merges_both(rng):
