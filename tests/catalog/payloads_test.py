@@ -533,6 +533,7 @@ def test_killed_at_any_moment_in_a_folder_nothing_acknowledged_is_lost_and_nothi
     assert kill_writers(rng, url_of("folder"), 32) > 0, "no kill hit a writer in the middle"
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_in_a_bucket_nothing_acknowledged_is_lost_and_nothing_half_is_listed(rng, url_of):
     assert kill_writers(rng, url_of("s3"), 12, part=100_000) > 0, "no kill hit a writer in the middle"
 

@@ -235,7 +235,7 @@ def test_an_adapter_that_does_not_fit_is_refused_with_the_reason(tiny_base, rng,
     adapter = random_adapter(base, config, rng)
     assert lora_tree.check_fits(adapter, config, transformer.abstract(base.cfg), "it") == 2 * base.cfg.num_layers
     jobs = JobCatalog(tmp_path, create=True)
-    jobs.main.export("p", pack(spoil(adapter, how), Schema(base.fingerprint, config)), 1, create=True)
+    jobs.main.export("p", pack(spoil(adapter, how), Schema(base.fingerprint, config)), 1, create=True, force=True)
     with pytest.raises(UserError, match=REASONS[how]):
         read_adapter("p@1", base, jobs)
 
