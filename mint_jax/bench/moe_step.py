@@ -3,8 +3,8 @@ the same adapters by ``jax.lax.ragged_dot`` over groups of (expert, slot).
 
 ``lora_overhead_P`` is the time with P policies over the time without adapters, less 1. ``ratio_ragged`` is the other
 formulation's time over ours, both with the same base products, so that only the adapters' differ; it runs at the smaller
-``config.ragged`` sizes, for on CPU ``ragged_dot`` multiplies every row by every group. ``parts`` times the stages of the
-adapters' work alone. Attention is left out: it is the same on every side.
+``config.ragged`` sizes, for on CPU ``ragged_dot`` multiplies every row by every group. ``parts`` times each
+projection alone, with and without adapters. Attention is left out: it is the same on every side.
 
 Axes: N tokens, M rows (a token and one of its experts), E experts, X experts of a token, D model width, F expert width,
 L layers, P policies, R rank, G groups.
