@@ -3,8 +3,8 @@
 ``y[m] = x[m] W[e] + (x[m] A[g]^T) B[g]`` with rows sorted by expert e and group g = (expert, adapter), for all projections that
 read the same rows. On accelerators each product is a grouped matmul. On CPU the products with few columns (``x A^T``,
 backward ``dy B^T`` and the factors' gradients) run in one loop over tiles of a group's rows that reads the wide rows once; the
-products with few terms are sums over the rank, added while the base's own tile is at hand, so that no wide array is read
-or written for the adapters' sake. The inner ``[M, R]`` is kept for the backward pass.
+products with few terms are sums over the rank, added to the base's result in one fused pass over it, which is all that is
+read and written twice for the adapters' sake. The inner ``[M, R]`` is kept for the backward pass.
 
 Axes: M rows, E experts, G groups, W adapter factors, D in, F out, R rank. Hu et al. 2021, arXiv 2106.09685, section 4.1.
 """

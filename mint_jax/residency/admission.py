@@ -41,7 +41,8 @@ class Admission:
         base_specs: its ``ParamSpec`` tree.
         rooms: per rank bucket the paths of the projections that its slots hold.
         finite: look at every number for NaN and infinities. On where bytes come from anybody. Off where they come from a
-            catalog that looked when it took them in: the digest, which every load verifies, says that they are the same.
+            catalog that looked when it took them in (unless that export was forced): the digest, which every load verifies,
+            says that they are the same.
     """
 
     def __init__(self, base: str, base_specs: Any, rooms: Mapping[int, set[str]], finite: bool = True):

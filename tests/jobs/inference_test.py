@@ -111,8 +111,8 @@ def test_import_then_export_gives_back_the_peft_adapter(hf_dirs, adapters, rng, 
         fields = {"base": base, "input": str(tmp_path / "in.jsonl"), "output": str(tmp_path / "out.jsonl"), "max_tokens": 64}
         score.run(config_of("score", **fields, catalog=catalog), tmp_path / "work")
         first, *others = read_lines(tmp_path / "out.jsonl")
-        for other in others:
-            np.testing.assert_allclose(first["logprobs"][1:], other["logprobs"][1:], atol=1e-6)  # other rows of one batch
+        for other in others:  # other rows of one batch: sums over D and V in another order, of logits up to 10 (an ulp is 1e-6 there)
+            np.testing.assert_allclose(first["logprobs"][1:], other["logprobs"][1:], atol=1e-5)
 
 
 def test_sampled_tokens_name_their_revision(hf_dirs, adapters, tmp_path):

@@ -238,7 +238,7 @@ def test_every_policy_s_update_is_torch_adamw_with_its_own_hyperparameters(rng):
             optimizer.param_groups[0]["lr"] = rate = expected_rate(opt, step)
             optimizer.step()
             i = order.index((b, slot))
-            np.testing.assert_allclose(metrics["grad_norm"][i], norm, rtol=1e-6)  # float32 sum of squares
+            np.testing.assert_allclose(metrics["grad_norm"][i], norm, rtol=5e-6)  # a float32 sum of squares, in any order
             np.testing.assert_allclose(metrics["learning_rate"][i], rate, rtol=2e-6, atol=1e-9)  # float32, a cosine near zero
             assert metrics["skipped"][i] == 0
             for got, x in zip(jax.tree.leaves(slot_of(state[b].adapters.factors, slot)), factors):
