@@ -293,6 +293,9 @@ class Catalog:
         except PackDamaged as error:
             raise UserError(f"payload {digest[:12]} is damaged: {error}; export it again, or roll back") from None
 
+    def _payload(self, digest: str) -> np.ndarray:
+        return self._read(digest, lambda: self.database.read(lambda c: lookup.place_of(c, digest)))
+
     # Aliases
 
     def promote(self, policy: str, revision: int | str, alias: str = "serving", *, by: str | None = None, why: str = "") -> Alias:
@@ -412,6 +415,10 @@ class Catalog:
         """Ends a lease."""
         self.database.write(lambda c: leases.release(c, lease))
 
+    def read_leased(self, lease: Lease) -> np.ndarray:
+        """The packed object that a lease keeps, as ``load`` gives it; also after its revision was retired."""
+        return self._payload(lease.digest)
+
     # Training
 
     def checkpoint(
@@ -456,7 +463,7 @@ class Catalog:
 
     def read_rollout(self, record: RolloutRecord) -> np.ndarray:
         """The rollout object, ``uint8``, read-only, its digest verified."""
-        return self._read(record.digest, lambda: self.database.read(lambda c: lookup.place_of(c, record.digest)))
+        return self._payload(record.digest)
 
     def drop_rollouts(self, policy: str, before_step: int, *, by: str | None = None, why: str = "") -> int:
         """Forgets rollouts of earlier steps; ``gc`` then frees their bytes."""

@@ -43,34 +43,48 @@ def read_adapter(name: str | Path, base: Base, catalog: JobCatalog | None = None
     Raises:
         UserError: nothing there, unreadable or corrupt, or made for another base.
     """
-    text, path = str(name), Path(name)
+    text = str(name)
     specs = transformer.abstract(base.cfg)
-    if not _is_name(text) and peft.is_peft(path):
+    if is_directory(text):
         names, shapes = peft_tables(base.cfg)
-        adapter, config = peft.read_peft(path, names, shapes)
+        adapter, config = peft.read_peft(Path(text), names, shapes)
         loaded = Loaded(adapter, config, digest_of(pack(adapter, Schema(base.fingerprint, config))))
-    elif catalog is None:
-        raise UserError(
-            f"adapter {text} is no PEFT directory ({peft.CONFIG}), and no catalog is given to look it up in: check the path, or set "
-            "--config.catalog"
-        )
     else:
-        data, revision = catalog.load(text)
+        data, revision = need_catalog(text, catalog).load(text)
         adapter, schema = unpack(data)
-        if schema.base != base.fingerprint:
-            raise UserError(
-                f"revision {revision} was trained on base {schema.base[:12]}, this is {base.fingerprint[:12]} ({base.name}): "
-                "load its own base"
-            )
+        check_base(schema, str(revision), base)
         loaded = Loaded(adapter, schema.config, revision.digest, revision)
     bound = lora_tree.check_fits(loaded.adapter, loaded.config, specs, text)
     say(f"adapter {text}: rank {loaded.config.rank}, {bound} modules bound")
     return loaded
 
 
-def _is_name(text: str) -> bool:
-    """Whether it can only be meant as a revision's name."""
-    return not text.startswith(("/", ".")) and ("@" in text or catalog_names.is_digest(text))
+def is_directory(text: str) -> bool:
+    """Whether it is a PEFT directory's path rather than a revision's name."""
+    only_a_name = not text.startswith(("/", ".")) and ("@" in text or catalog_names.is_digest(text))
+    return not only_a_name and peft.is_peft(Path(text))
+
+
+def need_catalog(text: str, catalog: JobCatalog | None) -> JobCatalog:
+    """The catalog to look an adapter up in.
+
+    Raises:
+        UserError: the config names none.
+    """
+    if catalog is None:
+        raise UserError(
+            f"adapter {text} is no PEFT directory ({peft.CONFIG}), and no catalog is given to look it up in: check the path, or set "
+            "--config.catalog"
+        )
+    return catalog
+
+
+def check_base(schema: Schema, revision: str, base: Base) -> None:
+    """Refuses a revision that was trained on another base."""
+    if schema.base != base.fingerprint:
+        raise UserError(
+            f"revision {revision} was trained on base {schema.base[:12]}, this is {base.fingerprint[:12]} ({base.name}): load its own base"
+        )
 
 
 def read_all(names: Iterable[str | None], base: Base, catalog: JobCatalog | None = None) -> dict[str, Loaded]:

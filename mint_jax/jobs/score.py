@@ -2,18 +2,21 @@
 
 A line is ``{"tokens": [...]}`` or ``{"text": "..."}``, with an optional ``id`` and ``adapter`` (a PEFT directory, or a
 revision of ``config.catalog``). A result is ``{"id", "tokens", "logprobs"}`` with ``logprobs[i] = log p(tokens[i] | tokens[:i])`` and
-``logprobs[0] = null``, in the order of the input.
+``logprobs[0] = null``, in the order of the input. More adapters than ``config.slots`` take turns.
 """
 
 import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mint_jax import multihost
 from mint_jax.data.sources import read_rows, write_rows
 from mint_jax.errors import UserError
-from mint_jax.jobs import adapters, catalogs, common
+from mint_jax.jobs import catalogs, common
 from mint_jax.jobs.common import Config
+from mint_jax.jobs.rotation import Rotation, Turn
 from mint_jax.metrics import Progress
 from mint_jax.models.base import Base
 from mint_jax.rollout.score import Scorer
@@ -38,15 +41,21 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     rows = read_rows(source)
     base = common.open_base(config)
     sequences = [tokens_of(base, row, f"{source} line {n + 1}") for n, row in enumerate(rows)]
-    with catalogs.reading(config) as catalog:
-        loaded = adapters.read_all((row.get("adapter") for row in rows), base, catalog)
-    stacks, slots = adapters.make_resident(loaded, base)
-    chosen = [slots[row["adapter"]] if row.get("adapter") else None for row in rows]
-    progress = Progress("score", len(rows))
-    began = time.monotonic()
+    names = [row.get("adapter") or None for row in rows]
     scorer = Scorer(base, config.get("max_tokens", 4096))
-    scores = scorer.logprobs(sequences, chosen, stacks, lambda done, _: progress.update(done, "sequences"))
-    spent = time.monotonic() - began
+    for n, tokens in enumerate(sequences):
+        scorer.check(n, tokens)
+    progress = Progress("score", len(rows))
+
+    def scored(turn: Turn) -> list[np.ndarray]:
+        slots = [turn.slot(names[i]) for i in turn.rows]
+        asked = [sequences[i] for i in turn.rows]
+        return scorer.logprobs(asked, slots, turn.stacks, lambda done, _: progress.update(turn.before + done, "sequences"))
+
+    with catalogs.reading(config) as catalog, Rotation(base, names, catalog, config.get("slots", 64)) as rotation:
+        began = time.monotonic()
+        scores = rotation.run(scored)
+        spent = time.monotonic() - began
     lines = (
         {"id": row.get("id", n), "tokens": tokens, "logprobs": [None, *map(float, values)]}
         for n, (row, tokens, values) in enumerate(zip(rows, sequences, scores))
@@ -54,4 +63,11 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     multihost.agree("output", lambda: write_rows(output, lines))
     count = sum(map(len, sequences))
     rate = round(count / spent, 1)
-    return {"job": "score", "sequences": len(rows), "tokens": count, "adapters": len(slots), "tokens_per_s": rate, "output": str(output)}
+    return {
+        "job": "score",
+        "sequences": len(rows),
+        "tokens": count,
+        "adapters": len(rotation.digests),
+        "tokens_per_s": rate,
+        "output": str(output),
+    }

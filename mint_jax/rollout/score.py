@@ -58,7 +58,7 @@ class Scorer:
             UserError: an empty sequence, one longer than the context, or ids outside the vocabulary; checked first.
         """
         for n, sequence in enumerate(sequences):
-            self._check(n, sequence)
+            self.check(n, sequence)
         adapters = adapters or [None] * len(sequences)
         for slot in adapters:
             check_resident(slot, stacks or {})
@@ -76,7 +76,8 @@ class Scorer:
                 progress(done, len(sequences))
         return out
 
-    def _check(self, n: int, sequence: Sequence[int]) -> None:
+    def check(self, n: int, sequence: Sequence[int]) -> None:
+        """Refuses a sequence, the n-th, that cannot be scored; see ``logprobs``."""
         cfg = self.base.cfg
         if not sequence:
             raise UserError(f"sequence {n} has no tokens: give at least one")

@@ -1,0 +1,205 @@
+"""The adapters of a batch job in turns: any number of them over a given number of device slots.
+
+A turn is as many adapters as there are slots for, and the rows that name them; while it runs the next one's come to the host.
+Which rows run together depends on the input alone, not on how fast anything loads.
+"""
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from mint_jax import multihost
+from mint_jax.catalog.packed import Schema, pack, unpack
+from mint_jax.catalog.records import Lease as PayloadLease
+from mint_jax.errors import UserError
+from mint_jax.jobs import adapters
+from mint_jax.jobs.catalogs import JobCatalog
+from mint_jax.jobs.common import say
+from mint_jax.lora import tree as lora_tree
+from mint_jax.lora.tree import AdapterConfig, Slot, Stacks
+from mint_jax.models import transformer
+from mint_jax.models.base import Base
+from mint_jax.residency.admission import Admission
+from mint_jax.residency.residency import Residency
+from mint_jax.residency.slots import DeviceSlots
+
+Result = TypeVar("Result")
+LEASE_S = 86400.0  # payloads of later turns are kept from collection so long, and anew while turns go on
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """Rows whose adapters are resident together.
+
+    Attributes:
+        rows: indices into the names that the rotation was made of.
+        before: how many rows had their turn.
+        slots: by name.
+    """
+
+    rows: list[int]
+    before: int
+    slots: dict[str, Slot]
+    stacks: Stacks
+
+    def slot(self, name: str | None) -> Slot | None:
+        """Where an adapter of this turn is; None for the bare base."""
+        return self.slots[name] if name else None
+
+
+class Rotation:
+    """Adapters by name, checked as far as records tell before anything runs; a context that ends its loads and leases.
+
+    Args:
+        names: of each row; None is the bare base. A PEFT directory, or a revision of ``catalog``, resolved here once.
+        room: device slots of each rank bucket.
+
+    Raises:
+        UserError: an unknown name, an adapter for another base, or, on several processes, which load all before they begin,
+            more adapters than there is room for.
+    """
+
+    def __init__(self, base: Base, names: Sequence[str | None], catalog: JobCatalog | None, room: int):
+        if isinstance(room, bool) or not isinstance(room, int) or room < 1:
+            raise UserError(f"slots is {room!r}; expected how many adapters of a rank bucket may be on the device at once, at least 1")
+        self.base, self.names, self._catalog, self._room = base, [name or None for name in names], catalog, room
+        self.digests: dict[str, str] = {}  # name -> revision or, of a PEFT directory, what it would be
+        self._configs: dict[str, AdapterConfig] = {}
+        self._bytes: dict[str, int] = {}
+        self._given: dict[str, np.ndarray] = {}  # packed objects that come from PEFT directories
+        self._held: dict[str, PayloadLease] = {}  # keep what the names stood for, whatever becomes of the names
+        self._residency: Residency | None = None
+        self._loaded: dict[str, adapters.Loaded] = {}
+        try:
+            self._look_up_all()
+            self._plan = self._turns()
+            if self._loaded and len(self._plan) > 1:
+                raise UserError(
+                    f"{len(self._configs)} adapters are named and slots is {room}: several processes load all before they begin; "
+                    "set --config.slots as high, or run one process"
+                )
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def __enter__(self) -> "Rotation":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._residency is not None:
+            self._residency.close()
+        self._let_go(list(self._held))
+
+    def run(self, call: Callable[[Turn], Sequence[Result]]) -> list[Result]:
+        """Every row's result, in the order of the rows; ``call`` gives those of a turn's, in theirs.
+
+        Raises:
+            UserError: a payload that is damaged or does not fit.
+        """
+        results: dict[int, Result] = {}
+        for turn in self._each():
+            results.update(zip(turn.rows, call(turn), strict=True))
+        return [results[i] for i in range(len(self.names))]
+
+    def _each(self) -> Iterator[Turn]:
+        """The turns in order; each one's adapters stay until the next is asked for."""
+        if self._loaded or not self._configs:
+            stacks, slots = adapters.make_resident(self._loaded, self.base)
+            yield Turn(list(range(len(self.names))), 0, slots, stacks)
+            return
+        residency = self._residency = self._open()
+        if len(self._plan) > 1:
+            say(f"{len(self._configs)} adapters take {len(self._plan)} turns over {self._room} slots of each rank bucket")
+        before = 0
+        for k, digests in enumerate(self._plan):
+            self._renew()
+            leases = {lease.digest: lease for lease in residency.wait_for(digests)}
+            for digest in self._plan[k + 1] if k + 1 < len(self._plan) else ():
+                residency.prefetch(digest)
+            slots = {name: leases[digest].slot for name, digest in self.digests.items() if digest in leases}
+            for name in slots:
+                config, lease = self._configs[self.digests[name]], leases[self.digests[name]]
+                say(f"adapter {name}: rank {config.rank}, {lease.modules} modules bound")
+            rows = [i for i, name in enumerate(self.names) if (k == 0 if name is None else name in slots)]
+            yield Turn(rows, before, slots, residency.stacks)
+            before += len(rows)
+            for lease in leases.values():
+                lease.release()
+            self._let_go(digests)
+
+    def _look_up_all(self) -> None:
+        if multihost.count() > 1:
+            self._loaded = adapters.read_all(self.names, self.base, self._catalog)
+            for name, loaded in self._loaded.items():
+                self.digests[name], self._configs[loaded.digest] = loaded.digest, loaded.config
+        else:
+            for name in dict.fromkeys(name for name in self.names if name):
+                self._look_up(name)
+
+    def _look_up(self, name: str) -> None:
+        """Takes in one name: what it stands for, whether it can fit, and where its bytes are."""
+        if adapters.is_directory(name):
+            loaded = adapters.read_adapter(name, self.base)
+            digest, config = loaded.digest, loaded.config
+            self._given[digest] = np.frombuffer(pack(loaded.adapter, Schema(self.base.fingerprint, config)), np.uint8)
+            nbytes = self._given[digest].nbytes
+        else:
+            catalog = adapters.need_catalog(name, self._catalog).main
+            found = catalog.resolve(name)
+            schema = Schema.from_json(found.schema)
+            adapters.check_base(schema, f"{found.policy}@{found.number}", self.base)
+            lora_tree.projections(transformer.abstract(self.base.cfg), schema.config.targets)
+            digest, config, nbytes = found.digest, schema.config, found.place.length
+            if digest not in self._held:
+                self._held[digest] = catalog.lease(digest, f"turns of process {os.getpid()}", LEASE_S)
+        self.digests[name], self._configs[digest], self._bytes[digest] = digest, config, nbytes
+
+    def _turns(self) -> list[list[str]]:
+        """Digests of each turn, in the order in which rows name them."""
+        plan: list[list[str]] = []
+        used: dict[int, int] = {}
+        for digest, config in self._configs.items():
+            if not plan or used.get(config.bucket, 0) == self._room:
+                plan.append([])
+                used = {}
+            plan[-1].append(digest)
+            used[config.bucket] = used.get(config.bucket, 0) + 1
+        return plan
+
+    def _open(self) -> Residency:
+        """Residency with as many slots as are needed and allowed."""
+        specs = transformer.abstract(self.base.cfg)
+        counts: dict[int, int] = {}
+        for config in self._configs.values():
+            counts[config.bucket] = counts.get(config.bucket, 0) + 1
+        rooms = {bucket: min(count, self._room) for bucket, count in counts.items()}
+        targets = dict.fromkeys(target for config in self._configs.values() for target in config.targets)
+        slots = DeviceSlots(specs, rooms, targets, mesh=self.base.mesh)
+        admission = Admission(self.base.fingerprint, specs, {bucket: slots.targets(bucket) for bucket in rooms})
+        host_bytes = 2 * max(sum(self._bytes[digest] for digest in digests) for digests in self._plan)
+        workers, depth = min(4, os.cpu_count() or 1), 1 + 2 * max(map(len, self._plan))
+        return Residency(self._fetch, unpack, admission, slots, host_bytes, workers=workers, depth=depth)
+
+    def _fetch(self, digest: str) -> np.ndarray:
+        if digest in self._given:
+            return self._given[digest]
+        assert self._catalog is not None
+        return self._catalog.main.read_leased(self._held[digest])
+
+    def _renew(self) -> None:
+        """Keeps the payloads of turns to come."""
+        for digest, lease in self._held.items():
+            if lease.expires_at < time.time() + LEASE_S / 2:
+                assert self._catalog is not None
+                self._held[digest] = self._catalog.main.renew_lease(lease, LEASE_S)
+
+    def _let_go(self, digests: Iterable[str]) -> None:
+        """Ends the leases on payloads."""
+        for digest in digests:
+            if (lease := self._held.pop(digest, None)) is not None:
+                assert self._catalog is not None
+                self._catalog.main.release(lease)
