@@ -24,6 +24,7 @@ from mint_jax.jobs.adapters import Loaded
 from mint_jax.jobs.catalogs import JobCatalog
 from mint_jax.jobs.common import Config
 from mint_jax.jobs.recorder import Recorder, Snapshot
+from mint_jax.lora.tree import spelled_out
 from mint_jax.train.trainer import Trainer
 
 KEEP_ROLLOUTS = 8  # steps
@@ -104,7 +105,7 @@ class TrainingRun:
         self.catalog.close()
 
     def _schema(self, name: str) -> Schema:
-        return Schema(self.trainer.base.fingerprint, self.trainer.policies[name].adapter)
+        return Schema(self.trainer.base.fingerprint, spelled_out(self.trainer.policies[name].adapter, self.trainer.specs))
 
     def _arrays(self) -> dict[str, Any]:
         return {str(bucket): stack for bucket, stack in self.trainer.state.items()}

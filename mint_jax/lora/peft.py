@@ -175,7 +175,7 @@ def read_peft(directory: str | Path, names: Names, projections: Mapping[str, Pro
 
     rank = max(pair.a.shape[0] for pairs in found.values() for pair in pairs.values())
     alpha = float(config.get("lora_alpha", rank))
-    targets = tuple(dict.fromkeys(path.rsplit("/", 1)[-1] for path in found))
+    targets = tuple(dict.fromkeys(path.rsplit("/", 1)[-1] for path in names if path in found))
     mine = AdapterConfig(rank, alpha, targets, bool(config.get("use_rslora", False)))
     flat = {}
     for path in [p for p in names if p.rsplit("/", 1)[-1] in targets]:

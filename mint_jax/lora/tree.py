@@ -87,6 +87,17 @@ def projections(base_specs: Any, targets: Iterable[str]) -> dict[str, Projection
     return found
 
 
+def spelled_out(config: AdapterConfig, base_specs: Any) -> AdapterConfig:
+    """The same adapter with its targets named one by one, in the base's order: equal for all ways to say them.
+
+    Raises:
+        UserError: a target the base does not have.
+    """
+    chosen = projections(base_specs, config.targets)
+    targets = (name for name, paths in target_paths(base_specs).items() if any(path in chosen for path in paths))
+    return dataclasses.replace(config, targets=tuple(targets))
+
+
 def _projection_at(base_specs: Any, path: str) -> Projection:
     if path in ("embed", "unembed"):
         vocab, width = (base_specs["unembed"] if path == "unembed" and "unembed" in base_specs else base_specs["embed"])["w"].shape

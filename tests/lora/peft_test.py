@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mint_jax import params as params_lib
+from mint_jax.catalog.packed import Schema, pack
 from mint_jax.errors import UserError
 from mint_jax.lora import tree
 from mint_jax.lora.peft import CONFIG, WEIGHTS, is_peft, read_peft, write_peft
@@ -47,6 +48,26 @@ EXPORTS = {
     "qwen3": AdapterConfig(5, 7.0, ("q", "down", "embed", "unembed"), rslora=True),
     "llama_tied": AdapterConfig(2, 3.0, ("v", "unembed")),
 }
+
+
+SPELLINGS = {
+    "llama": [("down", "v"), ("all-linear",), (*LINEAR_TARGETS[::-1], "q")],
+    "qwen3_moe": [("all-linear",), ("down", "k")],
+    "deepseek_v3": [("all-linear",), ("down", "kv_b", "q_a")],
+}
+
+
+@pytest.mark.parametrize(("family", "targets"), [(family, targets) for family, some in SPELLINGS.items() for targets in some])
+def test_what_comes_back_from_peft_is_the_same_revision(family, targets, rng, tiny_base, tmp_path):
+    """Whatever a config says its targets, a policy takes its own adapter again, and knows that it has it."""
+    base, config = tiny_base(family), AdapterConfig(3, 5.0, targets)
+    adapter = random_adapter(rng, base, config)
+    stored = tree.spelled_out(config, transformer.abstract(base.cfg))
+    write_peft(tmp_path / "out", adapter, config, tables(base)[0])
+    found, found_config = read_peft(tmp_path / "out", *tables(base))
+    assert found_config == stored
+    assert stored == tree.spelled_out(stored, transformer.abstract(base.cfg))
+    assert pack(found, Schema(base.fingerprint, found_config)) == pack(adapter, Schema(base.fingerprint, stored))
 
 
 @pytest.mark.parametrize(("family", "config"), EXPORTS.items())
