@@ -422,11 +422,25 @@ class Catalog:
     # Training
 
     def checkpoint(
-        self, policy: str, step: int, place: str, *, session: Session | None = None, by: str | None = None, why: str = ""
+        self,
+        policy: str,
+        step: int,
+        place: str,
+        *,
+        session: Session | None = None,
+        keep: int | None = None,
+        by: str | None = None,
+        why: str = "",
     ) -> TrainingCheckpoint:
-        """Notes that a training checkpoint is committed at ``place``."""
+        """Notes that a training checkpoint is committed at ``place``.
+
+        Args:
+            keep: the records of all but so many newest checkpoints are forgotten, as their files are.
+        """
         key, author = names.parse_policy(policy), self._author(by, why)
-        return self.database.write(lambda c: training.add_checkpoint(c, author, policies.lock(c, *key, active=True), step, place, session))
+        return self.database.write(
+            lambda c: training.add_checkpoint(c, author, policies.lock(c, *key, active=True), step, place, session, keep)
+        )
 
     def checkpoints(self, policy: str, limit: int = 100) -> list[TrainingCheckpoint]:
         """A policy's checkpoints, the newest first."""

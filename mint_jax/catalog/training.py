@@ -18,10 +18,12 @@ from mint_jax.errors import UserError
 
 
 def add_checkpoint(
-    connection: sa.Connection, author: Author, policy: sa.Row, step: int, place: str, session: Session | None
+    connection: sa.Connection, author: Author, policy: sa.Row, step: int, place: str, session: Session | None, keep: int | None = None
 ) -> TrainingCheckpoint:
-    """Notes a committed checkpoint of a locked policy."""
+    """Notes a committed checkpoint of a locked policy; of ``keep`` newest ones records stay, all of them by default."""
     sessions.check_writer(policy, session)
+    if keep is not None and whole("keep", keep) < 1:
+        raise UserError(f"keep is {keep}; expected of how many checkpoints the records stay, at least 1")
     values = {
         "policy_id": policy.id,
         "step": whole("step", step),
@@ -30,7 +32,13 @@ def add_checkpoint(
     }
     number = connection.scalar(checkpoints.insert().returning(checkpoints.c.id), values)
     policies.touch(connection, author, policy)
-    audit.append(connection, audit.row(author, "checkpoint", policy, {"step": step, "place": place}))
+    details = {"step": step, "place": place}
+    if keep is not None:
+        older = sa.select(checkpoints.c.id).where(checkpoints.c.policy_id == policy.id).order_by(checkpoints.c.id.desc()).offset(keep)
+        if gone := list(connection.scalars(older)):
+            connection.execute(checkpoints.delete().where(checkpoints.c.id.in_(gone)))
+            details["forgotten"] = len(gone)
+    audit.append(connection, audit.row(author, "checkpoint", policy, details))
     return _checkpoint(policy, number, values)
 
 

@@ -124,14 +124,18 @@ class Recorder:
 
         self._put(work)
 
-    def checkpoint(self, place: str, steps: Mapping[str, int]) -> None:
-        """Records a durable checkpoint of policies at these steps, later, unless it is recorded already."""
+    def checkpoint(self, place: str, steps: Mapping[str, int], keep: int | None = None) -> None:
+        """Records a durable checkpoint of policies at these steps, later, unless it is recorded already.
+
+        Args:
+            keep: of how many newest ones the files are kept; records of others go.
+        """
 
         def work() -> None:
             for policy, step in steps.items():
                 step += self._before[policy]
                 if all((old.step, old.place) != (step, place) for old in self.catalog.checkpoints(policy, 10)):
-                    self.catalog.checkpoint(policy, step, place, session=self.sessions[policy])
+                    self.catalog.checkpoint(policy, step, place, session=self.sessions[policy], keep=keep)
 
         self._put(work)
 

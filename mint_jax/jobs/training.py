@@ -217,7 +217,7 @@ class TrainingRun:
         steps = self._steps_at.pop(number)
         if self._recorder is not None:
             place = str(self._saved.directory / f"step_{number}")
-            self._recorder.checkpoint(place, {self.names[name]: step for name, step in steps.items()})
+            self._recorder.checkpoint(place, {self.names[name]: step for name, step in steps.items()}, self.config.checkpoint.keep)
 
     def close(self) -> dict[str, tuple[str, int]]:
         """Saves, waits for everything in flight, gives the policies back, and returns digest and number of each final revision."""

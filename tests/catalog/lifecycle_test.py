@@ -447,6 +447,11 @@ def test_training_leaves_checkpoints_and_rollouts(catalog):
     second = catalog.checkpoint("p", 200, "gs://bucket/run/step_200")
     assert catalog.checkpoints("p") == [second, first]
     assert catalog.checkpoints("p", limit=1) == [second]
+    third = catalog.checkpoint("p", 300, "gs://bucket/run/step_300", keep=2)
+    assert catalog.checkpoints("p") == [third, second], "the record goes with the files"
+    assert catalog.audit("p")[-1].details["forgotten"] == 1
+    with pytest.raises(UserError, match="keep is 0; expected"):
+        catalog.checkpoint("p", 400, "gs://bucket/run/step_400", keep=0)
     data = json.dumps({"tokens": [1, 2, 3]}).encode()
     record = catalog.rollout("p", 5, data, tokens=3, mean_reward=0.5)
     assert (record.digest, record.tokens, record.mean_reward) == (sha(data), 3, 0.5)
@@ -459,7 +464,7 @@ def test_training_leaves_checkpoints_and_rollouts(catalog):
     assert catalog.drop_rollouts("p", 5) == 0
     assert catalog.drop_rollouts("p", 6) == 1
     assert catalog.rollouts("p") == []
-    assert [entry.action for entry in catalog.audit("p")] == ["create", "checkpoint", "checkpoint", "rollout", "drop rollouts"]
+    assert [entry.action for entry in catalog.audit("p")] == ["create", *["checkpoint"] * 3, "rollout", "drop rollouts"]
 
 
 def test_the_log_tells_every_change_and_its_author(catalog):
