@@ -12,16 +12,16 @@ from mint_jax.catalog.audit import Author
 from mint_jax.catalog.database import Database, chunks
 from mint_jax.catalog.exports import enter_packs
 from mint_jax.catalog.payloads import PackDamaged, PackMissing, PayloadStore, Place
-from mint_jax.catalog.sweep import Report, retire_packs
+from mint_jax.catalog.sweep import Report, Tell, retire_packs, told
 from mint_jax.catalog.tables import packs, payloads
 
 SMALL = 8 << 20  # bytes; a pack below is worth joining with others
 LARGE = 256 << 20  # bytes that one new pack holds at most, unless one object is larger
 
 
-def compact(database: Database, store: PayloadStore, author: Author, report: Report) -> None:
+def compact(database: Database, store: PayloadStore, author: Author, report: Report, tell: Tell | None = None) -> None:
     """Moves payloads; adds to ``report.moved`` and ``report.moved_bytes``."""
-    for batch in list(_batches(database.read(_candidates))):
+    for [batch] in told(tell, "joins of packs", list(_batches(database.read(_candidates))), 1):
         rows = [row for some in chunks(batch) for row in database.read(lambda c, some=some: _payloads(c, some))]
         if report.dry_run:
             report.moved, report.moved_bytes = report.moved + len(rows), report.moved_bytes + sum(row.length for row in rows)

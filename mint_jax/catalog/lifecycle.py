@@ -578,6 +578,7 @@ class Catalog:
         operations_s: float = 30 * 86400.0,
         by: str | None = None,
         why: str = "",
+        progress: sweep.Tell | None = None,
     ) -> sweep.Report:
         """Removes what retention gives up and nothing names, and says what it was.
 
@@ -587,11 +588,12 @@ class Catalog:
             grace_s: how long a pack's file stays after its last payload went, and how long a writer may take to write and
                 commit; shorten it only while nobody writes.
             operations_s: how long ended operations are kept.
+            progress: called with what is looked at, how many so far, and of how many.
         """
         author = self._author(by, why)
-        report = sweep.collect(self.database, self.store, author, grace_s, operations_s, dry_run)
+        report = sweep.collect(self.database, self.store, author, grace_s, operations_s, dry_run, progress)
         if compact:
-            compaction.compact(self.database, self.store, author, report)
+            compaction.compact(self.database, self.store, author, report, progress)
         return report
 
     def compact(self, *, dry_run: bool = False, by: str | None = None, why: str = "") -> sweep.Report:

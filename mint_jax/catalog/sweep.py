@@ -7,7 +7,8 @@ A pack that no row names is first entered as swept: its writer, if it lives, can
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import sqlalchemy as sa
 
@@ -20,6 +21,9 @@ from mint_jax.catalog.tables import leases as lease_table
 from mint_jax.catalog.tables import operations as operation_table
 from mint_jax.catalog.tables import packs, payloads, revisions, rollouts
 from mint_jax.errors import UserError
+
+T = TypeVar("T")
+Tell = Callable[[str, int, int], None]  # what is looked at, how many so far, of how many
 
 
 @dataclasses.dataclass
@@ -50,7 +54,17 @@ class Report:
     moved_bytes: int = 0
 
 
-def collect(database: Database, store: PayloadStore, author: Author, grace_s: float, operations_s: float, dry_run: bool) -> Report:
+def told(tell: Tell | None, what: str, items: Sequence[T], size: int = 500) -> Iterator[Sequence[T]]:
+    """``chunks``, telling how far they are."""
+    for k, some in enumerate(chunks(items, size)):
+        yield some
+        if tell is not None:
+            tell(what, k * size + len(some), len(items))
+
+
+def collect(
+    database: Database, store: PayloadStore, author: Author, grace_s: float, operations_s: float, dry_run: bool, tell: Tell | None = None
+) -> Report:
     """Removes all that may go, in transactions of bounded size; with ``dry_run`` only says so.
 
     Raises:
@@ -60,19 +74,19 @@ def collect(database: Database, store: PayloadStore, author: Author, grace_s: fl
     if not dry_run and (damage := database.damage(1)):
         raise UserError(f"database {database.name} is damaged ({damage[0]}): nothing was removed; restore it from a backup, then collect")
     if dry_run:
-        _foretell(database, author, report, operations_s)
+        _foretell(database, author, report, operations_s, tell)
     else:
         report.leases = database.write(lambda c: leases.remove_expired(c, author))
         report.operations = database.write(lambda c: operations.remove_ended(c, author.now - operations_s))
-        for some in chunks(database.read(retention.candidates), 100):
+        for some in told(tell, "policies", database.read(retention.candidates), 100):
             gone = database.write(lambda c, some=some: retention.remove(c, author, some))
             report.revisions += [f"{one.policy}@{one.number}" for one in gone]
-        for some in chunks(database.read(lambda c: _unnamed(c, author)), 500):
+        for some in told(tell, "payloads", database.read(lambda c: _unnamed(c, author))):
             count, size = database.write(lambda c, some=some: _remove_payloads(c, author, some))
             report.payloads, report.payload_bytes = report.payloads + count, report.payload_bytes + size
         database.write(lambda c: retire_packs(c, author))
-    _sweep_dead(database, store, author, grace_s, report)
-    _sweep_abandoned(database, store, author, grace_s, report)
+    _sweep_dead(database, store, author, grace_s, report, tell)
+    _sweep_abandoned(database, store, author, grace_s, report, tell)
     report.leftovers = len(store.sweep(grace_s, dry_run))
     return report
 
@@ -109,7 +123,7 @@ def retire_packs(connection: sa.Connection, author: Author) -> int:
     return connection.execute(packs.update().where(empty).values(state="dead", changed_at=author.now)).rowcount
 
 
-def _foretell(database: Database, author: Author, report: Report, operations_s: float) -> None:
+def _foretell(database: Database, author: Author, report: Report, operations_s: float, tell: Tell | None) -> None:
     """Fills in what the database part of ``collect`` would remove."""
 
     def count(connection: sa.Connection) -> None:
@@ -119,7 +133,7 @@ def _foretell(database: Database, author: Author, report: Report, operations_s: 
 
     database.read(count)
     gone: list[Expendable] = []
-    for some in chunks(database.read(retention.candidates), 100):
+    for some in told(tell, "policies", database.read(retention.candidates), 100):
         gone += database.read(lambda c, some=some: [one for _, found in retention.expendable(c, author, some) for one in found])
     report.revisions = [f"{one.policy}@{one.number}" for one in gone]
     removed: dict[bytes, int] = {}
@@ -142,9 +156,9 @@ def _left_unnamed(connection: sa.Connection, author: Author, digests: Sequence[b
     return freed - held - set(connection.scalars(sa.select(lease_table.c.digest).where(lease_table.c.digest.in_(freed), leased)))
 
 
-def _sweep_dead(database: Database, store: PayloadStore, author: Author, grace_s: float, report: Report) -> None:
+def _sweep_dead(database: Database, store: PayloadStore, author: Author, grace_s: float, report: Report, tell: Tell | None) -> None:
     dead = database.read(lambda c: list(c.execute(sa.select(packs).where(packs.c.state == "dead").order_by(packs.c.id))))
-    for pack in dead:
+    for [pack] in told(tell, "dead packs", dead, 1):
         if pack.changed_at > author.now - grace_s:
             report.waiting += 1
             if pack.changed_at > author.now and not report.dry_run:  # the clock was set back: the period begins now
@@ -157,9 +171,9 @@ def _sweep_dead(database: Database, store: PayloadStore, author: Author, grace_s
         report.packs, report.pack_bytes = report.packs + 1, report.pack_bytes + pack.bytes
 
 
-def _sweep_abandoned(database: Database, store: PayloadStore, author: Author, grace_s: float, report: Report) -> None:
+def _sweep_abandoned(database: Database, store: PayloadStore, author: Author, grace_s: float, report: Report, tell: Tell | None) -> None:
     old = [pack for pack in store.packs() if pack.mtime < author.now - grace_s]
-    for some in chunks(old):
+    for some in told(tell, "packs", old):
         names = [pack.name for pack in some]
         live = database.read(lambda c, names=names: _named(c, names))
         strays = [pack for pack in some if pack.name not in live]

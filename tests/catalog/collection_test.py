@@ -56,6 +56,18 @@ def test_retention_keeps_the_last(ten):
     assert entry.details["digests"][0] == blake3(packed(7)).hexdigest()
 
 
+def test_a_collection_tells_how_far_it_is(ten, clock):
+    told: list[tuple[str, int, int]] = []
+    ten.gc(compact=False)
+    clock.now += 2 * HOUR
+    ten.export("p", packed(11), 11)
+    report = ten.gc(progress=lambda *at: told.append(at))
+    assert [at for at in told if at[0] == "policies"] == [("policies", 1, 1)]
+    assert [at for at in told if at[0] == "dead packs"] == [("dead packs", k, 8) for k in range(1, 9)]
+    assert (report.packs, report.waiting) == (7, 1)
+    assert ("joins of packs", 1, 1) in told
+
+
 def test_what_protects_a_revision(ten, clock):
     ten.pin("p", 1)
     ten.promote("p", 2, "serving")

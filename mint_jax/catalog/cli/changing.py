@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mint_jax.catalog import names
 from mint_jax.catalog.cli.looking import policy_data
-from mint_jax.catalog.cli.output import Result, facts, size, table
+from mint_jax.catalog.cli.output import Result, Stages, facts, size, table
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import unpack
 from mint_jax.catalog.records import Alias
@@ -80,7 +80,10 @@ def unpin(args: argparse.Namespace, catalog: Catalog) -> Result:
 
 def gc(args: argparse.Namespace, catalog: Catalog) -> Result:
     """Removes what may go, and says what it was."""
-    report = catalog.gc(dry_run=args.dry_run, compact=not args.no_compact, grace_s=args.grace, by=args.by, why=args.why)
+    stages = Stages("gc")
+    options = {"dry_run": args.dry_run, "compact": not args.no_compact, "grace_s": args.grace}
+    report = catalog.gc(**options, by=args.by, why=args.why, progress=stages.at)
+    stages.end()
     counts = [
         ("revisions", len(report.revisions), None),
         ("payloads", report.payloads, report.payload_bytes),

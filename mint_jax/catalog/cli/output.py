@@ -144,7 +144,11 @@ class Progress:
         """The last line."""
         now = time.monotonic()
         self._write(f"{self._line(done, now, extra)}, took {now - self._start:.1f} s")
-        if self._terminal:
+        self.leave()
+
+    def leave(self) -> None:
+        """Nothing more is written over the line, if there is one."""
+        if self._width:
             print(file=sys.stderr, flush=True)
 
     def _write(self, line: str) -> None:
@@ -153,3 +157,22 @@ class Progress:
             self._width = len(line)
         else:
             print(line, file=sys.stderr, flush=True)
+
+
+class Stages:
+    """Progress of work in several stages, one after the other; what is over at once says nothing."""
+
+    def __init__(self, what: str):
+        self.what = what
+        self._stage, self._progress = "", Progress(what, None)
+
+    def at(self, stage: str, done: int, total: int) -> None:
+        """``done`` of ``total`` in this stage."""
+        if stage != self._stage:
+            self._progress.leave()
+            self._stage, self._progress = stage, Progress(f"{self.what}: {stage}", total)
+        self._progress.at(done)
+
+    def end(self) -> None:
+        """Leaves the last line."""
+        self._progress.leave()
