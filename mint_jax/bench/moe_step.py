@@ -175,30 +175,32 @@ def _parts(stack: _Stack, policies: int, n: int) -> dict[str, float]:
     x_ND = stack.x_BTD.reshape(-1, size.d_model)
     rows = {d: jnp.asarray(rng.normal(size=(M, d)), jnp.float32) for d in (size.d_model, size.width)}
 
-    def there_and_back(fn: Any, *args: Any) -> Callable[[], Any]:
-        def both(g, *args):
-            y, vjp = jax.vjp(fn, *args)
+    def there_and_back(fn: Any, frozen: Any, *args: Any) -> Callable[[], Any]:
+        """``fn(frozen, *args)`` and the gradients of ``args``."""
+
+        def both(g, frozen, *args):
+            y, vjp = jax.vjp(lambda *args: fn(frozen, *args), *args)
             return y, vjp(g)
 
-        shape = jax.eval_shape(fn, *args).shape
+        shape = jax.eval_shape(fn, frozen, *args).shape
         run, g = jax.jit(both), jnp.ones(shape, jnp.float32)
-        return lambda: jax.block_until_ready(run(g, *args))
+        return lambda: jax.block_until_ready(run(g, frozen, *args))
 
     def each(what: str, name: str) -> Callable[[], Any]:
         d_in, d_out = base[name]["w"].shape[1:]
         adapters = [] if what == "base" else [Adapters(groups, ((factors[name]["a"], factors[name]["b"]),))]
 
-        def run(x, adapters):
-            return project(x, [base[name]], sizes_E, adapters)[0]
+        def run(frozen, x, adapters):
+            return project(x, [frozen[0]], frozen[1], adapters)[0]
 
-        return there_and_back(run, rows[d_in], adapters)
+        return there_and_back(run, (base[name], sizes_E), rows[d_in], adapters)
 
-    def gather(x_ND: jax.Array) -> jax.Array:
+    def gather(order: Any, x_ND: jax.Array) -> jax.Array:
         return x_ND[order.order // X][order.inverse]
 
     sides = {f"{what}_{name}": each(what, name) for what in ("base", "adapters") for name in experts.NAMES}
     sides["sort"] = lambda: jax.block_until_ready(sort(expert_M, block_M))
-    sides["gathers"] = there_and_back(gather, x_ND)
+    sides["gathers"] = there_and_back(gather, order, x_ND)
     return timing.medians(timing.in_turn("parts", sides, n))
 
 

@@ -13,6 +13,7 @@ lock at their first statement and queue for it, inside the process on a mutex an
 """
 
 import contextlib
+import itertools
 import os
 import random
 import threading
@@ -26,7 +27,7 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 from sqlalchemy import event, exc
 
-from mint_jax.catalog import tables
+from mint_jax.catalog import indexes, tables
 from mint_jax.errors import UserError
 
 T = TypeVar("T")
@@ -35,6 +36,7 @@ ATTEMPTS = 8
 WRITE = "catalog_write"  # execution option that names the transaction, for the audit log
 _LOCK_KEY = 0x6D696E74  # of PostgreSQL's advisory lock around an upgrade
 _AGAIN = {"40001", "40P01", "55P03"}  # SQLSTATE of serialisation failure, deadlock, lock not available: rolled back for certain
+_CORRUPT = {"XX001", "XX002"}  # of a page or an index that PostgreSQL finds damaged, by its checksum for one
 _UNREADABLE = (UnicodeDecodeError, TypeError, ValueError, AttributeError, LookupError, OverflowError)  # of values from damaged rows
 _SQLITE_REMEDIES = {
     "locked": "another process holds the write lock; find what keeps a transaction open, or open with a larger timeout_s",
@@ -219,14 +221,16 @@ class Database:
                 if sign in reason.lower():
                     return DatabaseFailed(f"database {self.name}: {reason}: {remedy}")
             return error
+        if _state(error) in _CORRUPT:
+            return DatabaseFailed(f"database {self.name} is damaged: {reason}: restore it from a backup")
         if isinstance(error, exc.OperationalError | exc.InterfaceError) or error.connection_invalidated:
             return DatabaseFailed(f"database {self.name}: {reason}: check that the server runs, the address, and the user's rights")
         return error
 
     def damage(self, most: int = 20) -> list[str]:
-        """What SQLite finds wrong in its file, at most so many lines: pages, rows, and every index against its table."""
+        """What is wrong in the database's files, at most so many lines: pages, rows, and every index against its table."""
         if not self.sqlite:
-            return []
+            return list(itertools.islice(indexes.damage(self.engine), most))
         try:
             with self.engine.connect() as connection:
                 lines = [line for (line,) in connection.exec_driver_sql(f"PRAGMA integrity_check({most})")]

@@ -138,6 +138,8 @@ class PayloadStore:
             yield _join([next(found) for _ in of_one], place.length)
 
     def _pieces(self, place: Place) -> Iterator[Piece]:
+        if not (isinstance(place.pack, str) and isinstance(place.offset, int) and isinstance(place.length, int)):
+            raise PackDamaged(f"{place} is not a place in a pack: the database that says so is damaged")
         name = Name.parse(place.pack)
         if place.offset < 0 or place.length < 0 or place.offset + place.length > name.size:
             raise PackDamaged(f"{place} is not inside its pack of {name.size} bytes: the database that says so is damaged")

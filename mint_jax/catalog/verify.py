@@ -129,7 +129,7 @@ def _concerned(connection: sa.Connection, digest: bytes) -> tuple[str, ...]:
 
 def _file_damage(database: Database) -> Iterator[Finding]:
     for line in database.damage():
-        yield Finding("database", f"SQLite says: {line}")
+        yield Finding("database", f"{'SQLite' if database.sqlite else 'PostgreSQL'} says: {line}")
     if database.sqlite:
         for table, row_id, parent, _ in database.read(lambda c: c.exec_driver_sql("PRAGMA foreign_key_check").fetchall()):
             yield Finding("database", f"row {row_id} of {table} names a row of {parent} that is not there")

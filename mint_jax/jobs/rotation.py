@@ -122,8 +122,9 @@ class Rotation:
                 residency.prefetch(digest)
             slots = {name: leases[digest].slot for name, digest in self.digests.items() if digest in leases}
             for name in slots:
-                config, lease = self._configs[self.digests[name]], leases[self.digests[name]]
-                say(f"adapter {name}: rank {config.rank}, {lease.modules} modules bound")
+                digest = self.digests[name]
+                if digest not in self._given:
+                    say(f"adapter {name}: rank {self._configs[digest].rank}, {leases[digest].modules} modules bound")
             rows = [i for i, name in enumerate(self.names) if (k == 0 if name is None else name in slots)]
             yield Turn(rows, before, slots, residency.stacks)
             before += len(rows)
@@ -159,15 +160,15 @@ class Rotation:
         self.digests[name], self._configs[digest], self._bytes[digest] = digest, config, nbytes
 
     def _turns(self) -> list[list[str]]:
-        """Digests of each turn, in the order in which rows name them."""
+        """Digests of each turn: of every rank bucket as many as there is room for, in the order in which rows name them."""
         plan: list[list[str]] = []
-        used: dict[int, int] = {}
+        seen: dict[int, int] = {}
         for digest, config in self._configs.items():
-            if not plan or used.get(config.bucket, 0) == self._room:
+            turn = seen.get(config.bucket, 0) // self._room
+            seen[config.bucket] = seen.get(config.bucket, 0) + 1
+            if turn == len(plan):
                 plan.append([])
-                used = {}
-            plan[-1].append(digest)
-            used[config.bucket] = used.get(config.bucket, 0) + 1
+            plan[turn].append(digest)
         return plan
 
     def _open(self) -> Residency:

@@ -238,6 +238,13 @@ def test_a_name_that_promises_much_takes_no_memory(store):
             call()
 
 
+@pytest.mark.parametrize("change", [{"offset": None}, {"length": "8"}, {"pack": None}, {"offset": 1.5}, {"pack": b"x"}])
+def test_a_place_that_a_damaged_row_tells_is_refused(store, change):
+    [place] = store.put([b"12345678"])
+    with pytest.raises(PackDamaged, match="is not a place in a pack: the database that says so is damaged"):
+        store.read(place._replace(**change))
+
+
 @pytest.mark.parametrize(("offset", "length"), [(-1, 5), (0, -1), (0, 10**9), (10**9, 1), (90, 64)])
 def test_a_place_outside_its_pack_is_refused(store, offset, length):
     pack = store.put([b"data"])[0].pack

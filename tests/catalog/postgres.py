@@ -41,7 +41,7 @@ class Server:
             self.data.mkdir(mode=0o700)
             if self._user:
                 os.chown(self.data, self._user["user"], self._user["group"])
-            self._run("initdb", "-D", str(self.data), "-U", "postgres", "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync")
+            self._run("initdb", "-D", str(self.data), "-U", "postgres", "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync", "-k")
             self.port = _free_port()
             self.start()
         except BaseException:

@@ -3,9 +3,11 @@
 A reader gets what was stored or a ``UserError``, never something else; ``verify`` names what a reader may not have met.
 """
 
+import contextlib
 import os
 import random
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,9 +16,11 @@ from mint_jax.catalog.exports import Export
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.pack_format import FOOTER
 from mint_jax.catalog.packed import digest_of
+from mint_jax.catalog.records import Resolved
 from mint_jax.errors import UserError
 from tests.catalog.adapters import packed
 from tests.catalog.conftest import execute, same_bytes
+from tests.catalog.postgres import Server
 
 POLICIES = ("p", "q", "lab/p")
 NAMES = [f"{policy}@{which}" for policy in POLICIES for which in (*range(1, 9), "serving", "candidate", "latest")]
@@ -27,16 +31,21 @@ def whole(tmp_path_factory):
     """A catalog's folder, and what each name stands for."""
     folder = tmp_path_factory.mktemp("whole") / "catalog"
     with Catalog.open(folder) as catalog:
-        for step in range(8):
-            catalog.export_many([Export(policy, packed(10 * step + i), step) for i, policy in enumerate(POLICIES)], create=True)
-        for policy in POLICIES:
-            catalog.promote(policy, 5)
-            catalog.promote(policy, 3, "candidate")
-            catalog.pin(policy, 2)
-        truth = {name: catalog.resolve(name) for name in NAMES}
-        assert list(catalog.verify()) == []
+        truth = fill(catalog)
     assert not list(folder.glob("catalog.db-*")), "the log of a closed database is in the file"
     return folder, truth
+
+
+def fill(catalog: Catalog) -> dict[str, Resolved]:
+    """Three policies with eight revisions each; what each name stands for."""
+    for step in range(8):
+        catalog.export_many([Export(policy, packed(10 * step + i), step) for i, policy in enumerate(POLICIES)], create=True)
+    for policy in POLICIES:
+        catalog.promote(policy, 5)
+        catalog.promote(policy, 3, "candidate")
+        catalog.pin(policy, 2)
+    assert list(catalog.verify()) == []
+    return {name: catalog.resolve(name) for name in NAMES}
 
 
 @pytest.fixture
@@ -44,11 +53,11 @@ def choice():
     return random.Random(int(os.environ["MINT_TEST_SEED"]))
 
 
-def look(folder: Path, truth: dict) -> tuple[set[str], list[str]]:
+def look(place: Path | str, truth: dict, payloads: Path | None = None) -> tuple[set[str], list[str]]:
     """Which names were refused, and what ``verify`` found. Whatever resolves must be the truth."""
     refused: set[str] = set()
     try:
-        with Catalog.open(folder) as catalog:
+        with Catalog.open(place, payloads) as catalog:
             for name in NAMES:
                 try:
                     found = catalog.resolve(name)
@@ -69,7 +78,7 @@ def look(folder: Path, truth: dict) -> tuple[set[str], list[str]]:
             return refused, [finding.what for finding in catalog.verify()]
     except UserError as error:
         told = str(error)
-    assert "catalog.db" in told
+    assert ("catalog.db" if payloads is None else "database test_") in told
     return set(NAMES), [told]
 
 
@@ -125,6 +134,43 @@ def test_a_damaged_log_of_the_database_loses_its_end_and_nothing_else(tmp_path, 
                 for one in revisions:
                     assert same_bytes(found.load(f"p@{one.number}"), packed(one.step))
     catalog.close()
+
+
+@pytest.mark.parametrize("times", [12, pytest.param(400, marks=pytest.mark.slow)])
+def test_a_flipped_bit_in_a_servers_files_is_never_another_answer(tmp_path, choice, times):
+    """A cluster with checksums of its pages, stopped in good order, changed on disk, and started again."""
+    server = Server()
+    try:
+        url, payloads = server.new_database(), tmp_path / "payloads"
+        with Catalog.open(url, str(payloads)) as catalog:
+            truth = fill(catalog)
+            with catalog.database.engine.connect() as connection:
+                query = """SELECT pg_relation_filepath(oid) FROM pg_class WHERE relkind IN ('r', 'i')
+                           AND relnamespace = 'public'::regnamespace AND pg_relation_size(oid) > 0"""
+                files = [server.data / path for (path,) in connection.exec_driver_sql(query)]
+        server.halt(signal.SIGINT)
+        whole = {path: path.read_bytes() for path in files}
+        used = [(path, at) for path, data in whole.items() for at, byte in enumerate(data) if byte]
+        noticed = 0
+        for _ in range(times):
+            path, at = choice.choice(used)
+            data, bit = bytearray(whole[path]), 1 << choice.randrange(8)
+            data[at] ^= bit
+            path.write_bytes(data)
+            server.start()
+            refused, found = look(url, truth, payloads)
+            if found:
+                noticed += 1
+                with contextlib.suppress(UserError), Catalog.open(url, str(payloads)) as catalog:  # removes nothing, or knows better
+                    catalog.gc(grace_s=0.0, compact=False)
+            assert found or not refused, f"bit {bit} of byte {at} of {path.name}: {refused} are refused and verify finds nothing"
+            server.halt(signal.SIGINT)
+            for other, before in whole.items():
+                other.write_bytes(before)
+            assert {one.place.pack for one in truth.values()} <= {file.stem for file in payloads.rglob("*.pack")}
+        assert noticed
+    finally:
+        server.stop()
 
 
 CHANGES = {
