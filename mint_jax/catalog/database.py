@@ -28,6 +28,7 @@ import sqlalchemy as sa
 from sqlalchemy import event, exc
 
 from mint_jax.catalog import indexes, tables
+from mint_jax.catalog.witness import Witness
 from mint_jax.errors import UserError
 
 T = TypeVar("T")
@@ -36,6 +37,7 @@ ATTEMPTS = 8
 WRITE = "catalog_write"  # execution option that names the transaction, for the audit log
 _LOCK_KEY = 0x6D696E74  # of PostgreSQL's advisory lock around an upgrade
 _AGAIN = {"40001", "40P01", "55P03"}  # SQLSTATE of serialisation failure, deadlock, lock not available: rolled back for certain
+_LAST_ENTRY = sa.select(sa.func.max(tables.audit.c.id))
 _CORRUPT = {"XX001", "XX002"}  # of a page or an index that PostgreSQL finds damaged, by its checksum for one
 _UNREADABLE = (UnicodeDecodeError, TypeError, ValueError, AttributeError, LookupError, OverflowError)  # of values from damaged rows
 _SQLITE_REMEDIES = {
@@ -87,6 +89,7 @@ class Database:
         self.sqlite = self.url.get_backend_name() == "sqlite"
         self._writers = threading.Lock()
         self.engine = self._connect_args()
+        self._witness = Witness(Path(str(self.url.database))) if self.sqlite else None
         self._reader = self.engine if self.sqlite else self.engine.execution_options(isolation_level="AUTOCOMMIT")
         self._writer = self.engine.execution_options(begin_immediate=True)
         _open.add(self)
@@ -159,8 +162,12 @@ class Database:
             try:
                 with self._queue(), self._writer.begin() as connection:
                     result = body(connection.execution_options(**{WRITE: write}))
-                    if not self.sqlite:
+                    if self._witness is not None:
+                        last = connection.scalar(_LAST_ENTRY) or 0
+                    else:
                         transaction = connection.scalar(sa.text("SELECT CAST(pg_current_xact_id_if_assigned() AS text)"))
+                if self._witness is not None:
+                    self._witness.note(last)  # type: ignore[possibly-undefined]
                 return result
             except exc.DBAPIError as error:
                 lost = _lost(error) and not self.sqlite
@@ -261,9 +268,23 @@ class Database:
             self._blame_the_file(error)
             raise
 
+    def lost(self) -> tuple[int, int] | None:
+        """Where SQLite's log was cut off or damaged: the last entry of the audit log, and the last that was committed."""
+        if self._witness is None or not (seen := self._witness.seen):  # first: what it knows is in the database by then
+            return None
+        last = self.read(lambda c: c.scalar(_LAST_ENTRY)) or 0
+        return (last, seen) if last < seen else None
+
+    def forget_lost(self) -> None:
+        """The audit log is taken for whole as it is now."""
+        if self._witness is not None:
+            self._witness.reset(self.read(lambda c: c.scalar(_LAST_ENTRY)) or 0)
+
     def close(self) -> None:
         """Closes all connections."""
         self.engine.dispose()
+        if self._witness is not None:
+            self._witness.close()
         _open.discard(self)
 
 

@@ -31,6 +31,7 @@ from mint_jax.catalog import (
     exports,
     leases,
     lookup,
+    losses,
     names,
     operations,
     policies,
@@ -110,7 +111,9 @@ class Catalog:
             payloads = folder / "payloads" if payloads is None else payloads
         database = Database(url, timeout_s)
         try:
-            return cls(database, PayloadStore(str(payloads)), actor, clock)
+            catalog = cls(database, PayloadStore(str(payloads)), actor, clock)
+            losses.tell(database, catalog._author(None, "found on opening"))
+            return catalog
         except BaseException:
             database.close()
             raise
@@ -576,6 +579,7 @@ class Catalog:
         compact: bool = True,
         grace_s: float = 3600.0,
         operations_s: float = 30 * 86400.0,
+        accept_losses: bool = False,
         by: str | None = None,
         why: str = "",
         progress: sweep.Tell | None = None,
@@ -588,9 +592,15 @@ class Catalog:
             grace_s: how long a pack's file stays after its last payload went, and how long a writer may take to write and
                 commit; shorten it only while nobody writes.
             operations_s: how long ended operations are kept.
+            accept_losses: collect also where the database has lost commits, whose payloads nothing names any more.
             progress: called with what is looked at, how many so far, and of how many.
+
+        Raises:
+            UserError: the database is damaged, or has lost commits.
         """
         author = self._author(by, why)
+        if accept_losses and not dry_run:
+            self.database.write(lambda c: losses.accept(c, author))
         report = sweep.collect(self.database, self.store, author, grace_s, operations_s, dry_run, progress)
         if compact:
             compaction.compact(self.database, self.store, author, report, progress)

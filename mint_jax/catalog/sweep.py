@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import sqlalchemy as sa
 
-from mint_jax.catalog import audit, leases, operations, retention
+from mint_jax.catalog import audit, leases, losses, operations, retention
 from mint_jax.catalog.audit import Author
 from mint_jax.catalog.database import Database, chunks, insert_new
 from mint_jax.catalog.payloads import PayloadStore
@@ -68,11 +68,13 @@ def collect(
     """Removes all that may go, in transactions of bounded size; with ``dry_run`` only says so.
 
     Raises:
-        UserError: the database is damaged: an index that has lost a row would make its payload look unnamed.
+        UserError: the database is damaged, or has lost commits: what they named would look unnamed.
     """
     report = Report(dry_run)
     if not dry_run and (damage := database.damage(1)):
         raise UserError(f"database {database.name} is damaged ({damage[0]}): nothing was removed; restore it from a backup, then collect")
+    if not dry_run and (lost := database.read(losses.told)):
+        raise UserError(f"database {database.name}: {lost[0]}; nothing was removed, for the payloads of what is lost may still be there")
     if dry_run:
         _foretell(database, author, report, operations_s, tell)
     else:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import sqlalchemy as sa
 
-from mint_jax.catalog import replay
+from mint_jax.catalog import losses, replay
 from mint_jax.catalog.database import Database
 from mint_jax.catalog.packed import schema_digest, unpack
 from mint_jax.catalog.payloads import PayloadStore, Place
@@ -49,7 +49,7 @@ def verify_all(database: Database, store: PayloadStore, progress: Callable[[int,
     Args:
         progress: called with payloads and bytes checked so far.
     """
-    for check in (_file_damage, _replay_log, _schema_damage):
+    for check in (_file_damage, _lost_commits, _replay_log, _schema_damage):
         yield from _told(check(database))
     yield from _told(_verify_packs(database, store, progress))
 
@@ -133,6 +133,11 @@ def _file_damage(database: Database) -> Iterator[Finding]:
     if database.sqlite:
         for table, row_id, parent, _ in database.read(lambda c: c.exec_driver_sql("PRAGMA foreign_key_check").fetchall()):
             yield Finding("database", f"row {row_id} of {table} names a row of {parent} that is not there")
+
+
+def _lost_commits(database: Database) -> Iterator[Finding]:
+    for what in database.read(losses.told):
+        yield Finding("database", what)
 
 
 def _replay_log(database: Database) -> Iterator[Finding]:

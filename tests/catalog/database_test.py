@@ -164,7 +164,7 @@ def test_a_database_url_needs_a_place_for_payloads(blank, tmp_path):
 def test_a_folder_is_enough(tmp_path):
     with Catalog.open(tmp_path / "new" / "folder") as catalog:
         catalog.export("p", packed(1), 1, create=True)
-    assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == ["catalog.db", "payloads"]
+    assert sorted(path.name for path in (tmp_path / "new" / "folder").iterdir()) == ["catalog.db", "catalog.db.seen", "payloads"]
     (tmp_path / "file").write_text("x")
     with pytest.raises(UserError, match="cannot be made"):
         Catalog.open(tmp_path / "file" / "folder")

@@ -81,7 +81,7 @@ def unpin(args: argparse.Namespace, catalog: Catalog) -> Result:
 def gc(args: argparse.Namespace, catalog: Catalog) -> Result:
     """Removes what may go, and says what it was."""
     stages = Stages("gc")
-    options = {"dry_run": args.dry_run, "compact": not args.no_compact, "grace_s": args.grace}
+    options = {"dry_run": args.dry_run, "compact": not args.no_compact, "grace_s": args.grace, "accept_losses": args.accept_losses}
     report = catalog.gc(**options, by=args.by, why=args.why, progress=stages.at)
     stages.end()
     counts = [

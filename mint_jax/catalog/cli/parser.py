@@ -160,6 +160,7 @@ def _add_changing(command: Callable[..., argparse.ArgumentParser]) -> None:
     gc.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     gc.add_argument("--no-compact", action="store_true", help="do not join small packs")
     gc.add_argument("--grace", type=_seconds, default=3600.0, metavar="SECONDS", help="writers and readers have so long (default 3600)")
+    gc.add_argument("--accept-losses", action="store_true", help="collect though the database has lost commits, as verify says")
     _reason(gc)
 
 

@@ -112,13 +112,14 @@ def test_a_cut_database_is_named(whole, tmp_path, choice):
         assert found
 
 
-def test_a_damaged_log_of_the_database_loses_its_end_and_nothing_else(tmp_path, choice):
+def test_a_damaged_log_of_the_database_loses_its_end_and_says_so(tmp_path, choice):
     """SQLite's log has checksums: what lies behind the damage is as if never committed, what lies before is whole."""
     catalog = Catalog.open(tmp_path / "whole")
     for step in range(12):
         catalog.export("p", packed(step), step, create=True)
     log = tmp_path / "whole" / "catalog.db-wal"
     data = log.read_bytes()
+    losses = 0
     for _ in range(12):
         here = tmp_path / "damaged"
         shutil.rmtree(here, ignore_errors=True)
@@ -126,14 +127,53 @@ def test_a_damaged_log_of_the_database_loses_its_end_and_nothing_else(tmp_path, 
         damaged = bytearray(data)
         damaged[choice.randrange(32, len(data))] ^= 1 << choice.randrange(8)
         (here / log.name).write_bytes(damaged if choice.random() < 0.5 else data[: choice.randrange(len(data))])
+        packs = sorted(here.rglob("*.pack"))
         with Catalog.open(here) as found:
+            revisions = found.revisions("p") if found.stats()["policies"] else []
+            assert [one.number for one in revisions] == list(range(1, len(revisions) + 1))
+            for one in revisions:
+                assert same_bytes(found.load(f"p@{one.number}"), packed(one.step))
+            findings = [finding.what for finding in found.verify()]
+            assert bool(findings) == (len(revisions) < 12), findings
+            if findings:
+                losses += 1
+                assert "of the audit log were committed and are gone" in findings[0]
+                with pytest.raises(UserError, match=r"are gone: .*gc --accept-losses; nothing was removed"):
+                    found.gc(grace_s=0.0)
+                found.export("p", packed(len(revisions)), len(revisions), create=True)  # work goes on
+        with Catalog.open(here) as found:
+            assert [finding.what for finding in found.verify()] == findings, "until somebody accepts it"
+            assert {*packs} <= {*here.rglob("*.pack")}
+            found.gc(grace_s=0.0, accept_losses=True)
             assert list(found.verify()) == []
-            if found.stats()["policies"]:
-                revisions = found.revisions("p")
-                assert [one.number for one in revisions] == list(range(1, len(revisions) + 1))
-                for one in revisions:
-                    assert same_bytes(found.load(f"p@{one.number}"), packed(one.step))
+    assert losses
     catalog.close()
+
+
+def test_an_older_copy_of_the_database_is_noticed(tmp_path):
+    with Catalog.open(tmp_path) as catalog:
+        catalog.export("p", packed(1), 1, create=True)
+    older = (tmp_path / "catalog.db").read_bytes()
+    with Catalog.open(tmp_path) as catalog:
+        catalog.export("p", packed(2), 2)
+        catalog.promote("p", 2)
+    (tmp_path / "catalog.db").write_bytes(older)
+    with Catalog.open(tmp_path) as catalog:
+        [finding] = catalog.verify()
+        assert "entries 3 to 4 of the audit log were committed and are gone" in finding.what
+    with Catalog.open(tmp_path) as catalog:
+        assert len(list(catalog.verify())) == 1, "told once"
+
+
+@pytest.mark.parametrize("note", [b"", b"x", b"nonsense" * 2, bytes(16), b"\x09" + bytes(15)])
+def test_a_damaged_witness_accuses_nobody(tmp_path, note):
+    with Catalog.open(tmp_path) as catalog:
+        catalog.export("p", packed(1), 1, create=True)
+    (tmp_path / "catalog.db.seen").write_bytes(note)
+    with Catalog.open(tmp_path) as catalog:
+        assert list(catalog.verify()) == []
+        catalog.export("p", packed(2), 2)
+    assert (tmp_path / "catalog.db.seen").stat().st_size == 16
 
 
 @pytest.mark.parametrize("times", [12, pytest.param(400, marks=pytest.mark.slow)])
