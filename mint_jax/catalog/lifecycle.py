@@ -12,6 +12,7 @@ processes may open one catalog. Revisions are named as ``names`` says; errors ar
 """
 
 import getpass
+import itertools
 import os
 import socket
 import time
@@ -35,6 +36,7 @@ from mint_jax.catalog import (
     names,
     operations,
     policies,
+    recovery,
     sessions,
     stats,
     sweep,
@@ -610,6 +612,30 @@ class Catalog:
         """Joins small and mostly dead packs; ``gc`` removes the old files after its grace period."""
         report = sweep.Report(dry_run)
         compaction.compact(self.database, self.store, self._author(by, why), report)
+        return report
+
+    def recover(
+        self,
+        template: str = recovery.TEMPLATE,
+        *,
+        dry_run: bool = False,
+        grace_s: float = 3600.0,
+        by: str | None = None,
+        why: str = "",
+        progress: Callable[[int], None] | None = None,
+    ) -> recovery.Recovered:
+        """Makes revisions of adapters whose payloads are there and that no record names, as after a loss of the database.
+
+        Args:
+            template: of their policies' names, with ``{digest}``.
+            grace_s: how long a writer may take to commit what it has written.
+            progress: called with the number of packs looked at.
+        """
+        report = recovery.Recovered(dry_run)
+        found = recovery.find(self.database, self.store, template, self._clock() - grace_s, report, progress)
+        while some := list(itertools.islice(found, recovery.BATCH)):
+            if not dry_run:
+                self.export_many(some, create=True, by=by, why=why)
         return report
 
     def stats(self) -> dict[str, int]:

@@ -173,6 +173,23 @@ def test_gc_says_what_it_removes_and_a_dry_run_removes_nothing(run, told, folder
     assert [one["number"] for one in told("ls", "chat")["revisions"]] == [2, 3]
 
 
+def test_a_lost_database_is_told_and_its_adapters_recovered(run, told, folder):
+    (folder / "catalog.db").unlink()
+    assert run("verify")[0] == 2, "there is no catalog, and looking makes none"
+    Catalog.open(folder).close()
+    code, out, _ = run("verify", "--json")
+    assert code == 1
+    assert "are gone" in json.loads(out)["findings"][0]["what"]
+    assert "gc --accept-losses" in refused(run, "gc", "--grace=0")
+    digests = {one["digest"] for one in told("recover", "--dry-run", "--grace=0")["revisions"]}
+    assert len(digests) == 4
+    assert told("ls")["policies"] == []
+    assert "recovered: 4" in run("recover", "--grace=0", "--policy=again-{digest}", "--why=lost")[1]
+    assert {one["policy"] for one in told("ls")["policies"]} == {f"again-{digest[:32]}" for digest in digests}
+    assert told("gc", "--grace=0", "--accept-losses")["payloads"] == 0
+    assert run("verify")[0] == 0
+
+
 def test_verify_names_what_is_damaged(run, folder):
     code, out, _ = run("verify", "--json")
     assert (code, json.loads(out)) == (0, {"payloads": 4, "bytes": 4 * len(packed(0)), "findings": []})

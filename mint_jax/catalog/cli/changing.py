@@ -1,4 +1,4 @@
-"""Commands that change the catalog (promote, rollback, branch, retire, restore, pin, unpin, gc), and export."""
+"""Commands that change the catalog (promote, rollback, branch, retire, restore, pin, unpin, gc, recover), and export."""
 
 import argparse
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from mint_jax.catalog import names
 from mint_jax.catalog.cli.looking import policy_data
-from mint_jax.catalog.cli.output import Result, Stages, facts, size, table
+from mint_jax.catalog.cli.output import Progress, Result, Stages, facts, size, table
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import unpack
 from mint_jax.catalog.records import Alias
@@ -100,6 +100,19 @@ def gc(args: argparse.Namespace, catalog: Catalog) -> Result:
     parts: list = [table(title, ("what", "#count", "#bytes"), rows)]
     if report.revisions:
         parts.append(table("", ("revision",), ((name,) for name in report.revisions)))
+    return Result(report, parts)
+
+
+def recover(args: argparse.Namespace, catalog: Catalog) -> Result:
+    """Makes revisions of adapters that no record names."""
+    progress = Progress("recover: packs", None)
+    report = catalog.recover(args.policy, dry_run=args.dry_run, grace_s=args.grace, by=args.by, why=args.why, progress=progress.at)
+    progress.leave()
+    title = "would be recovered" if report.dry_run else "recovered"
+    rows = [(one["name"], one["rank"], str(one["base"])[:12], size(int(one["bytes"]))) for one in report.revisions]
+    parts: list = [table(f"{title}: {len(rows):,}", ("policy", "#rank", "base", "#bytes"), rows)]
+    if report.left:
+        parts.append(table("left where it is", ("why",), ((what,) for what in report.left)))
     return Result(report, parts)
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from mint_jax.catalog.cli.output import Result, plain, show
 from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.catalog.recovery import TEMPLATE
 from mint_jax.errors import UserError
 
 _HERE = "mint_jax.catalog.cli"
@@ -162,6 +163,11 @@ def _add_changing(command: Callable[..., argparse.ArgumentParser]) -> None:
     gc.add_argument("--grace", type=_seconds, default=3600.0, metavar="SECONDS", help="writers and readers have so long (default 3600)")
     gc.add_argument("--accept-losses", action="store_true", help="collect though the database has lost commits, as verify says")
     _reason(gc)
+    recover = command("recover", "changing:recover", "make revisions of adapters in packs that no record names, as after a lost database")
+    recover.add_argument("--policy", default=TEMPLATE, metavar="TEMPLATE", help=f"policies' names (default {TEMPLATE})")
+    recover.add_argument("--grace", type=_seconds, default=3600.0, metavar="SECONDS", help="writers have so long (default 3600)")
+    recover.add_argument("--dry-run", action="store_true", help="only say what would be recovered")
+    _reason(recover)
 
 
 def _add_files(command: Callable[..., argparse.ArgumentParser]) -> None:
