@@ -96,7 +96,8 @@ class Recorder:
             numbers: of the newest revisions that the checkpoint knows; without a checkpoint, empty.
         """
         for policy in self.sessions:
-            after = self.numbers[policy] = numbers.get(policy, self.numbers[policy])
+            self.numbers[policy] = numbers.get(policy, self.numbers[policy])
+            after = max(0, self.numbers[policy] - 1)  # the newest one too: it may be of the checkpoint's step, which is exported again
             while page := self.catalog.revisions(policy, after):
                 self._made |= {(policy, revision.step, revision.digest) for revision in page if revision.state == "live"}
                 after = page[-1].number
