@@ -7,8 +7,9 @@ behind the database, which proves nothing; it never runs ahead.
 """
 
 import contextlib
-import mmap
+import os
 import struct
+import threading
 from pathlib import Path
 
 _NOTE = struct.Struct("<qq")  # the id, and its complement: a note that is half written, or damaged, is none
@@ -22,23 +23,18 @@ class Witness:
     """
 
     def __init__(self, database: Path):
-        self._map: mmap.mmap | None = None
-        path = database.with_name(database.name + ".seen")
-        with contextlib.suppress(OSError, ValueError):
-            with open(path, "ab"):  # makes it
-                pass
-            with open(path, "r+b") as file:
-                if file.seek(0, 2) < _NOTE.size:
-                    file.truncate(_NOTE.size)
-                self._map = mmap.mmap(file.fileno(), _NOTE.size)
+        self._file = -1
+        self._lock = threading.Lock()  # a number that is written to must not be closed, and another file's, meanwhile
+        with contextlib.suppress(OSError):
+            self._file = os.open(database.with_name(database.name + ".seen"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     @property
     def seen(self) -> int:
         """The highest id noted; 0 where there is no note."""
-        if self._map is None:
-            return 0
-        last, complement = _NOTE.unpack_from(self._map)
-        return last if last == ~complement else 0
+        with contextlib.suppress(OSError, struct.error):
+            last, complement = _NOTE.unpack(os.pread(self._file, _NOTE.size, 0))
+            return last if last == ~complement else 0
+        return 0
 
     def note(self, last: int) -> None:
         """Notes that the entry with this id is committed."""
@@ -46,12 +42,13 @@ class Witness:
             self.reset(last)
 
     def reset(self, last: int) -> None:
-        """Notes this id whatever was noted before."""
-        if self._map is not None:
-            _NOTE.pack_into(self._map, 0, last, ~last)
+        """Notes this id whatever was noted before. Not synced: a system that crashes may forget it, and that is all right."""
+        with self._lock, contextlib.suppress(OSError):  # the commit is made, with or without a note
+            os.pwrite(self._file, _NOTE.pack(last, ~last), 0)
 
     def close(self) -> None:
         """Lets go of the file."""
-        if self._map is not None:
-            self._map.close()
-            self._map = None
+        with self._lock:
+            if self._file >= 0:
+                os.close(self._file)
+            self._file = -1

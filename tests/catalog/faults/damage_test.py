@@ -165,15 +165,21 @@ def test_an_older_copy_of_the_database_is_noticed(tmp_path):
         assert len(list(catalog.verify())) == 1, "told once"
 
 
-@pytest.mark.parametrize("note", [b"", b"x", b"nonsense" * 2, bytes(16), b"\x09" + bytes(15)])
+@pytest.mark.parametrize("note", [None, b"", b"x", b"nonsense" * 2, bytes(16), b"\x09" + bytes(15)])
 def test_a_damaged_witness_accuses_nobody(tmp_path, note):
     with Catalog.open(tmp_path) as catalog:
         catalog.export("p", packed(1), 1, create=True)
-    (tmp_path / "catalog.db.seen").write_bytes(note)
+    seen = tmp_path / "catalog.db.seen"
+    if note is None:
+        seen.unlink()
+        seen.mkdir()  # cannot be kept
+    else:
+        seen.write_bytes(note)
     with Catalog.open(tmp_path) as catalog:
         assert list(catalog.verify()) == []
         catalog.export("p", packed(2), 2)
-    assert (tmp_path / "catalog.db.seen").stat().st_size == 16
+        assert catalog.database.lost() is None
+    assert note is None or seen.stat().st_size == 16
 
 
 @pytest.mark.parametrize("times", [12, pytest.param(400, marks=pytest.mark.slow)])
