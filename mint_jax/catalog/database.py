@@ -39,7 +39,7 @@ _LOCK_KEY = 0x6D696E74  # of PostgreSQL's advisory lock around an upgrade
 _AGAIN = {"40001", "40P01", "55P03"}  # SQLSTATE of serialisation failure, deadlock, lock not available: rolled back for certain
 _LAST_ENTRY = sa.select(sa.func.max(tables.audit.c.id))
 _CORRUPT = {"XX001", "XX002"}  # of a page or an index that PostgreSQL finds damaged, by its checksum for one
-_UNREADABLE = (UnicodeDecodeError, TypeError, ValueError, AttributeError, LookupError, OverflowError)  # of values from damaged rows
+UNREADABLE = (UnicodeDecodeError, TypeError, ValueError, AttributeError, LookupError, OverflowError)  # of values from damaged rows
 _SQLITE_REMEDIES = {
     "locked": "another process holds the write lock; find what keeps a transaction open, or open with a larger timeout_s",
     "busy": "another process holds the write lock; find what keeps a transaction open, or open with a larger timeout_s",
@@ -129,7 +129,7 @@ class Database:
                 if not (_lost(error) and attempt + 1 < ATTEMPTS and not self.sqlite):
                     raise self._explain(error) from error
                 self._pause(attempt)
-            except _UNREADABLE as error:
+            except UNREADABLE as error:
                 self._blame_the_file(error)
                 raise
         raise AssertionError("unreachable")
@@ -145,7 +145,7 @@ class Database:
                 return body(connection)
         except exc.DBAPIError as error:
             raise self._explain(error) from error
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             self._blame_the_file(error)
             raise
 
@@ -176,7 +176,7 @@ class Database:
                 if not (lost or _state(error) in _AGAIN) or attempt + 1 == ATTEMPTS:
                     raise self._explain(error) from error
                 self._pause(attempt)
-            except _UNREADABLE as error:
+            except UNREADABLE as error:
                 self._blame_the_file(error)
                 raise
         raise AssertionError("unreachable")
@@ -241,7 +241,7 @@ class Database:
         try:
             with self.engine.connect() as connection:
                 lines = [line for (line,) in connection.exec_driver_sql(f"PRAGMA integrity_check({most})")]
-        except (exc.DBAPIError, *_UNREADABLE) as error:
+        except (exc.DBAPIError, *UNREADABLE) as error:
             return [str(error.orig if isinstance(error, exc.DBAPIError) else error)]
         return [line for line in lines if line != "ok"]
 
@@ -264,7 +264,7 @@ class Database:
                 migrate(connection, self.name)
         except exc.DBAPIError as error:
             raise self._explain(error) from error
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             self._blame_the_file(error)
             raise
 

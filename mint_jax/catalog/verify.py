@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 import sqlalchemy as sa
 
 from mint_jax.catalog import losses, replay
-from mint_jax.catalog.database import Database
+from mint_jax.catalog.database import UNREADABLE, Database
 from mint_jax.catalog.packed import schema_digest, unpack
 from mint_jax.catalog.payloads import PayloadStore, Place
 from mint_jax.catalog.records import Resolved, full_name
-from mint_jax.catalog.tables import packs, payloads, policies, revisions, schemas
+from mint_jax.catalog.tables import packs, payloads, policies, revisions, rollouts, schemas
 from mint_jax.errors import UserError
 
 PAGE = 500
@@ -49,7 +49,7 @@ def verify_all(database: Database, store: PayloadStore, progress: Callable[[int,
     Args:
         progress: called with payloads and bytes checked so far.
     """
-    for check in (_file_damage, _lost_commits, _replay_log, _schema_damage):
+    for check in (_file_damage, _lost_commits, _replay_log, _schema_damage, _unplaced):
         yield from _told(check(database))
     yield from _told(_verify_packs(database, store, progress))
 
@@ -60,6 +60,8 @@ def _told(findings: Iterator[Finding]) -> Iterator[Finding]:
         yield from findings
     except UserError as error:
         yield Finding("database", str(error))
+    except UNREADABLE as error:  # a value of a kind that no writer makes
+        yield Finding("database", f"a row cannot be read: {type(error).__name__}: {str(error)[:200]}")
 
 
 def _verify_packs(database: Database, store: PayloadStore, progress: Callable[[int, int], None] | None) -> Iterator[Finding]:
@@ -162,3 +164,23 @@ def _schema_damage(database: Database) -> Iterator[Finding]:
 
 def _schemas(connection: sa.Connection) -> list[tuple[int, str, bytes]]:
     return [tuple(row) for row in connection.execute(sa.select(schemas.c.id, schemas.c.json, schemas.c.digest))]
+
+
+def _unplaced(database: Database) -> Iterator[Finding]:
+    """Revisions and rollouts of whose bytes no record tells where they are."""
+    place = sa.or_(packs.c.id.is_(None), packs.c.state != "live")
+    whose = (policies.c.tenant, policies.c.name)
+    query = sa.select(*whose, revisions.c.number, revisions.c.digest).join_from(policies, revisions, revisions.c.policy_id == policies.c.id)
+    query = query.outerjoin(payloads, payloads.c.digest == revisions.c.digest).outerjoin(packs, packs.c.id == payloads.c.pack_id)
+    query = query.outerjoin(schemas, schemas.c.id == payloads.c.schema_id).where(sa.or_(place, schemas.c.id.is_(None)))
+    for row in database.read(lambda c: list(c.execute(query.order_by(revisions.c.id)))):
+        name = f"{full_name(row.tenant, row.name)}@{row.number}"
+        what = f"revision {name} has lost its payload's or its schema's row, or the place of its bytes"
+        yield Finding("revision", what, row.digest.hex(), (name,))
+    query = sa.select(*whose, rollouts.c.step, rollouts.c.digest).join_from(policies, rollouts, rollouts.c.policy_id == policies.c.id)
+    query = (
+        query.outerjoin(payloads, payloads.c.digest == rollouts.c.digest).outerjoin(packs, packs.c.id == payloads.c.pack_id).where(place)
+    )
+    for row in database.read(lambda c: list(c.execute(query.order_by(rollouts.c.id)))):
+        what = f"the rollout of {full_name(row.tenant, row.name)} at step {row.step} has lost its payload's row, or the place of its bytes"
+        yield Finding("payload", what, row.digest.hex())

@@ -101,6 +101,18 @@ def test_a_flipped_bit_of_the_database_is_never_another_answer(whole, tmp_path, 
     assert noticed
 
 
+def test_a_payload_that_lies_nowhere_is_found(whole, tmp_path):
+    """A bit of a row's header turns ``pack_id`` into what SQLite reads as NULL, and does not mind."""
+    folder, truth = whole
+    shutil.copytree(folder, tmp_path / "catalog")
+    data = bytearray((folder / "catalog.db").read_bytes())
+    data[data.index(b"\x07\x4c\x09") + 2] ^= 2  # a header of 7 bytes: a blob of 32, then the constant 1
+    (tmp_path / "catalog" / "catalog.db").write_bytes(data)
+    refused, found = look(tmp_path / "catalog", truth)
+    assert refused
+    assert any("has lost its payload's" in what for what in found)
+
+
 def test_a_cut_database_is_named(whole, tmp_path, choice):
     folder, truth = whole
     here = tmp_path / "catalog"
