@@ -173,6 +173,14 @@ def test_gc_says_what_it_removes_and_a_dry_run_removes_nothing(run, told, folder
     assert [one["number"] for one in told("ls", "chat")["revisions"]] == [2, 3]
 
 
+def test_retention_is_set_and_lifted(run, told):
+    assert "the last 1, and what aliases, pins and leases name of chat" in run("keep-last", "chat", "1")[1]
+    assert told("gc", "--dry-run", "--grace=0")["revisions"] == ["chat@1"], "the others have aliases"
+    assert told("keep-last", "chat", "all") == {"policy": "chat", "keep_last": None}
+    assert told("gc", "--dry-run", "--grace=0")["revisions"] == []
+    assert "policy 'nobody' is not in the catalog" in refused(run, "keep-last", "nobody", "3")
+
+
 def test_a_lost_database_is_told_and_its_adapters_recovered(run, told, folder):
     (folder / "catalog.db").unlink()
     assert run("verify")[0] == 2, "there is no catalog, and looking makes none"

@@ -1,4 +1,4 @@
-"""Commands that change the catalog (promote, rollback, branch, retire, restore, pin, unpin, gc, recover), and export."""
+"""Commands that change the catalog (promote, rollback, branch, retire, restore, pin, unpin, keep-last, gc, recover), and export."""
 
 import argparse
 import os
@@ -76,6 +76,13 @@ def pin(args: argparse.Namespace, catalog: Catalog) -> Result:
 def unpin(args: argparse.Namespace, catalog: Catalog) -> Result:
     """Undoes ``pin``."""
     return _set(args, catalog.unpin, "unpinned", True)
+
+
+def keep_last(args: argparse.Namespace, catalog: Catalog) -> Result:
+    """Sets how many of its newest revisions gc keeps of a policy."""
+    catalog.keep_last(args.policy, args.count, by=args.by, why=args.why)
+    kept = "all revisions" if args.count is None else f"the last {args.count}, and what aliases, pins and leases name"
+    return Result({"policy": args.policy, "keep_last": args.count}, [f"gc keeps {kept} of {args.policy}"])
 
 
 def gc(args: argparse.Namespace, catalog: Catalog) -> Result:

@@ -157,6 +157,10 @@ def _add_changing(command: Callable[..., argparse.ArgumentParser]) -> None:
         made = command(name, f"changing:{name}", help)
         made.add_argument("name", help="policy@revision")
         _reason(made)
+    keep = command("keep-last", "changing:keep_last", "how many of its newest revisions gc keeps of a policy")
+    keep.add_argument("policy")
+    keep.add_argument("count", type=_count_or_all, metavar="N", help="a number, or all")
+    _reason(keep)
     gc = command("gc", "changing:gc", "remove what retention gives up and nothing names")
     gc.add_argument("--dry-run", action="store_true", help="only say what would be removed")
     gc.add_argument("--no-compact", action="store_true", help="do not join small packs")
@@ -211,6 +215,10 @@ def _reason(parser: argparse.ArgumentParser) -> None:
 def _paging(parser: argparse.ArgumentParser, after: str) -> None:
     parser.add_argument("--limit", type=_count, default=100, metavar="N", help="at most so many (default 100)")
     parser.add_argument("--after", metavar="LAST", help=f"go on behind {after}")
+
+
+def _count_or_all(text: str) -> int | None:
+    return None if text == "all" else _count(text)
 
 
 def _count(text: str) -> int:
