@@ -24,4 +24,5 @@ def get_config() -> ConfigDict:
     config.adapters = ConfigDict({"base": "", "policy": ""})
     config.sampling = ConfigDict({"max_tokens": 6, "temperature": 1.0, "stop": ("\n",)})
     config.max_rows = 64
+    config.slots = 64  # adapters in one batch, and on the device at once
     return config

@@ -1,7 +1,8 @@
 """Rewards of adapters, and of the bare base, on the held-out examples of an environment.
 
-Each adapter is sampled twice: alone, and in one batch with all others, as it would be served. The first is its score; where the
-second is not the same (see ``agreement``) there is no score. Scores of the catalog's revisions are recorded there.
+Each adapter is sampled twice: alone, and in one batch with others, as it would be served: with all, or as many as ``config.slots``
+of them. The first is its score; where the second is not the same (see ``agreement``) there is no score. Scores of the catalog's
+revisions are recorded there.
 """
 
 import dataclasses
@@ -100,16 +101,22 @@ def _requests(config: Config, base: Base, sampling: Sampling, examples: Sequence
 def _sample(
     config: Config, base: Base, requests: Sequence[Request], loaded: Mapping[str, Loaded]
 ) -> tuple[dict[str, list[list[Completion]]], dict[str, list[list[Completion]]]]:
-    """Completions of every adapter, and of the base: each alone, and all in one batch."""
-    names = list(dict.fromkeys([*config.adapters.values(), BASE]))  # with the base a lone adapter has company, too
-    progress = Progress("evaluate", 2 * len(names))
+    """Completions of every adapter, and of the base: each alone, and as many as there are slots for in one batch."""
+    names, room = [text for text in dict.fromkeys(config.adapters.values()) if text], config.get("slots", 64)
+    if not isinstance(room, int) or room < 1:
+        raise UserError(f"slots is {room!r}; expected how many adapters may be on the device at once, at least 1")
+    parties = [[*names[k : k + room], BASE] for k in range(0, max(1, len(names)), room)]  # with the base a lone adapter has company, too
+    names.append(BASE)
+    progress = Progress("evaluate", len(names) + len(parties))
     engine = DenseEngine(base, base.need_tokenizer().decode, config.get("max_rows", 64))
     alone = {}
     for k, text in enumerate(names):
         alone[text] = sample_together(engine, base, requests, {text: loaded[text]} if text else {}, [text])[text]
         progress.update(k + 1, f"{text or 'base'} alone")
-    among = sample_together(engine, base, requests, loaded, names)
-    progress.update(2 * len(names), "all in one batch")
+    among: dict[str, list[list[Completion]]] = {}
+    for k, party in enumerate(parties):
+        among |= sample_together(engine, base, requests, {text: loaded[text] for text in party if text}, party)
+        progress.update(len(names) + k + 1, f"{len(party)} in one batch")
     return alone, among
 
 

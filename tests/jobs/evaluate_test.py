@@ -72,6 +72,16 @@ def test_a_score_is_recorded_with_everything_that_produced_it(catalog, tmp_path)
     assert other["results"][0]["reward"] == other["results"][1]["reward"]
 
 
+def test_few_slots_give_the_same_scores(catalog, tmp_path):
+    """Whom an adapter shares its batch with changes nothing but rounding."""
+    many, few = (evaluate.run(config_of(catalog, slots=slots, seed=5), tmp_path)["results"] for slots in (64, 1))
+    for a, b in zip(many, few, strict=True):
+        assert (a["name"], a["revision"], a["rows"]) == (b["name"], b["revision"], b["rows"])
+        assert abs(a["reward"] - b["reward"]) <= 2 / a["rows"]  # a token may differ where two logits all but tie
+    with pytest.raises(UserError, match="slots is 0; expected"):
+        evaluate.run(config_of(catalog, slots=0), tmp_path)
+
+
 def swapped(loaded):
     """Each adapter under the next one's name, as far as their ranks allow."""
     return dict(zip(loaded, [*list(loaded.values())[1:], next(iter(loaded.values()))]))
