@@ -96,6 +96,7 @@ class TrainingRun:
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None:
+            self._writer.close()
             self._give_up()
 
     def _give_up(self) -> None:
