@@ -411,14 +411,24 @@ class Catalog:
         named, author = names.parse_revision(name, tenant), self._author(None, "")
         return self.database.write(lambda c: leases.add(c, author, lookup.resolve(c, named, name).digest, owner, seconds))
 
+    def lease_many(self, digests: Sequence[str], owner: str, seconds: float = 60.0) -> list[Lease]:
+        """Leases on payloads, in one transaction: all of them or none."""
+        author = self._author(None, "")
+        return self.database.write(lambda c: [leases.add(c, author, digest, owner, seconds) for digest in digests])
+
     def renew_lease(self, lease: Lease, seconds: float = 60.0) -> Lease:
         """Postpones a lease's expiry."""
         author = self._author(None, "")
         return self.database.write(lambda c: leases.renew(c, author, lease, seconds))
 
-    def release(self, lease: Lease) -> None:
-        """Ends a lease."""
-        self.database.write(lambda c: leases.release(c, lease))
+    def release(self, *held: Lease) -> None:
+        """Ends leases, in one transaction."""
+
+        def body(connection):
+            for lease in held:
+                leases.release(connection, lease)
+
+        self.database.write(body)
 
     def read_leased(self, lease: Lease) -> np.ndarray:
         """The packed object that a lease keeps, as ``load`` gives it; also after its revision was retired."""

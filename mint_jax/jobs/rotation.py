@@ -133,31 +133,42 @@ class Rotation:
             self._let_go(digests)
 
     def _look_up_all(self) -> None:
+        """What each name stands for, whether it can fit, and where its bytes are."""
         if multihost.count() > 1:
             self._loaded = adapters.read_all(self.names, self.base, self._catalog)
             for name, loaded in self._loaded.items():
                 self.digests[name], self._configs[loaded.digest] = loaded.digest, loaded.config
-        else:
-            for name in dict.fromkeys(name for name in self.names if name):
-                self._look_up(name)
+            return
+        named = []
+        for name in dict.fromkeys(name for name in self.names if name):
+            if adapters.is_directory(name):
+                loaded = adapters.read_adapter(name, self.base)
+                data = np.frombuffer(pack(loaded.adapter, Schema(self.base.fingerprint, loaded.config)), np.uint8)
+                self._given[loaded.digest] = data
+                self._take_in(name, loaded.digest, loaded.config, data.nbytes)
+            else:
+                adapters.need_catalog(name, self._catalog)
+                named.append(name)
+        if named:
+            assert self._catalog is not None
+            specs = transformer.abstract(self.base.cfg)
+            for name, found in zip(named, self._catalog.main.resolve_many(named)):
+                schema = Schema.from_json(found.schema)
+                adapters.check_base(schema, f"{found.policy}@{found.number}", self.base)
+                lora_tree.projections(specs, schema.config.targets)
+                self._take_in(name, found.digest, schema.config, found.place.length)
+            digests = sorted({self.digests[name] for name in named})
+            held = self._catalog.main.lease_many(digests, f"turns of process {os.getpid()}", LEASE_S)
+            self._held = dict(zip(digests, held))
+        self._order_as_named()
 
-    def _look_up(self, name: str) -> None:
-        """Takes in one name: what it stands for, whether it can fit, and where its bytes are."""
-        if adapters.is_directory(name):
-            loaded = adapters.read_adapter(name, self.base)
-            digest, config = loaded.digest, loaded.config
-            self._given[digest] = np.frombuffer(pack(loaded.adapter, Schema(self.base.fingerprint, config)), np.uint8)
-            nbytes = self._given[digest].nbytes
-        else:
-            catalog = adapters.need_catalog(name, self._catalog).main
-            found = catalog.resolve(name)
-            schema = Schema.from_json(found.schema)
-            adapters.check_base(schema, f"{found.policy}@{found.number}", self.base)
-            lora_tree.projections(transformer.abstract(self.base.cfg), schema.config.targets)
-            digest, config, nbytes = found.digest, schema.config, found.place.length
-            if digest not in self._held:
-                self._held[digest] = catalog.lease(digest, f"turns of process {os.getpid()}", LEASE_S)
+    def _take_in(self, name: str, digest: str, config: AdapterConfig, nbytes: int) -> None:
         self.digests[name], self._configs[digest], self._bytes[digest] = digest, config, nbytes
+
+    def _order_as_named(self) -> None:
+        """Turns go by the order in which rows name adapters, whichever way they were looked up."""
+        order = dict.fromkeys(self.digests[name] for name in self.names if name)
+        self._configs = {digest: self._configs[digest] for digest in order}
 
     def _turns(self) -> list[list[str]]:
         """Digests of each turn: of every rank bucket as many as there is room for, in the order in which rows name them."""
@@ -200,7 +211,7 @@ class Rotation:
 
     def _let_go(self, digests: Iterable[str]) -> None:
         """Ends the leases on payloads."""
-        for digest in digests:
-            if (lease := self._held.pop(digest, None)) is not None:
-                assert self._catalog is not None
-                self._catalog.main.release(lease)
+        held = [self._held.pop(digest) for digest in list(digests) if digest in self._held]
+        if held:
+            assert self._catalog is not None
+            self._catalog.main.release(*held)
