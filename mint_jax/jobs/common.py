@@ -4,6 +4,7 @@ Where several processes run, all of them run the job; the first alone speaks and
 """
 
 import dataclasses
+import hashlib
 import json
 import re
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from mint_jax import host, mesh, multihost
 from mint_jax.errors import UserError
@@ -137,6 +139,18 @@ def build(cls: Any, section: Any, where: str) -> Any:
     if unknown:
         raise UserError(f"{where}.{unknown[0]} is no setting; {where} has {', '.join(sorted(known))}")
     return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
+
+
+def policy_seed(seed: int, name: str) -> int:
+    """A policy's own seed, 32 bits, from the run's seed and its name alone: which other policies a config names changes nothing.
+
+    Raises:
+        UserError: the run's seed is negative.
+    """
+    if seed < 0:
+        raise UserError(f"seed is {seed}; expected a whole number >= 0")
+    words = np.frombuffer(hashlib.blake2b(name.encode(), digest_size=16).digest(), "<u4")
+    return int(np.random.SeedSequence([seed, *words.tolist()]).generate_state(1)[0])
 
 
 def policy_config(name: str, section: Config, seed: int, own: Sequence[str]) -> PolicyConfig:

@@ -88,7 +88,7 @@ class Member:
 def members_of(config: Config, base: Base) -> list[Member]:
     """The policies' tasks, with every prompt encoded and checked against the context before anything runs."""
     members = []
-    for i, (name, section) in enumerate(config.policies.items()):
+    for name, section in config.policies.items():
         options = dict(section.env)
         environment = env_lib.make(options.pop("name"), **options)
         sampling = common.build(Sampling, section.get("sampling", {}), f"policies.{name}.sampling")
@@ -100,7 +100,8 @@ def members_of(config: Config, base: Base) -> list[Member]:
                 f"policy {name!r}: a prompt of {longest} tokens and max_tokens {sampling.max_tokens} exceed the context of "
                 f"{base.cfg.context}: lower max_tokens or drop long prompts"
             )
-        members.append(Member(name, environment, sampling, int(section.get("seed", config.seed * 1000 + i)), prompts, held_out))
+        seed = int(section.get("seed", common.policy_seed(config.seed, name)))
+        members.append(Member(name, environment, sampling, seed, prompts, held_out))
     if not members:
         raise UserError("policies is empty: give the config at least one policy")
     multihost.require_same("the prompts", lambda: [[m.prompts, m.held_out] for m in members])

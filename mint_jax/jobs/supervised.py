@@ -61,7 +61,7 @@ def rows_of(section: Config, from_env: Callable[[Sequence[Example]], list[Row]])
 def students_of(config: Config, base: Base, to_group: ToGroup, from_env: Callable[[Sequence[Example]], list[Row]]) -> dict[str, Student]:
     """Every policy's data, encoded and checked before anything runs."""
     students = {}
-    for i, (name, section) in enumerate(config.policies.items()):
+    for name, section in config.policies.items():
         train, held_out, source = rows_of(section.data, from_env)
         groups = [[to_group(base, row, f"{source} row {n}") for n, row in enumerate(rows)] for rows in (train, held_out)]
         for group in (g for part in groups for g in part):
@@ -70,7 +70,7 @@ def students_of(config: Config, base: Base, to_group: ToGroup, from_env: Callabl
                 raise UserError(
                     f"policy {name!r}: an example of {longest} tokens exceeds the context of {base.cfg.context}: drop or shorten it"
                 )
-        seed = int(section.get("seed", config.seed * 1000 + i))
+        seed = int(section.get("seed", common.policy_seed(config.seed, name)))
         students[name] = Student(groups[0], groups[1], seed, int(section.get("batch_size", 8)))
     if not students:
         raise UserError("policies is empty: give the config at least one policy")
