@@ -152,7 +152,7 @@ def _parts(config: Any, files: Files) -> dict[str, float]:
     """Milliseconds of the stages of one cold load, each alone."""
     digest, bucket = files.digests[0], files.config.bucket
     slots = DeviceSlots(files.specs, {bucket: 1}, TARGETS, jnp.dtype(config.dtype))
-    admission = Admission(BASE, files.specs, {bucket: slots.targets(bucket)}, finite=False)
+    admission = Admission(BASE, files.specs, {bucket: slots.targets(bucket)}, files.digests)
     foreign = Admission(BASE, files.specs, {bucket: slots.targets(bucket)})
     buffer = files.store.fetch(digest)
     adapter, schema = unpack(buffer)

@@ -46,7 +46,7 @@ class Store:
 def residency_of(store: Store, specs: Any, rooms: dict[int, int], config: Any, piece: int | None = None, **settings: Any) -> Residency:
     """Residency over a payload store; ``rooms``: slots of each rank bucket; ``piece``: its piece_bytes; ``settings``: of ``Residency``."""
     slots = DeviceSlots(specs, rooms, TARGETS, jnp.dtype(config.dtype), piece_bytes=piece)
-    admission = Admission(BASE, specs, {bucket: slots.targets(bucket) for bucket in rooms}, finite=False)
+    admission = Admission(BASE, specs, {bucket: slots.targets(bucket) for bucket in rooms}, store.places)
     settings = {"workers": config.workers or os.cpu_count() or 1, "niceness": 0} | settings
     return Residency(store.fetch, unpack, admission, slots, 1 << 40, **settings)
 

@@ -7,8 +7,8 @@ already at that very step make no second revision, so an export may be repeated 
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
-from types import SimpleNamespace
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
@@ -70,6 +70,7 @@ class Prepared:
     step: int
     session: Session | None
     origin: str
+    finite: bool
 
 
 class Vanished(Exception):
@@ -90,26 +91,19 @@ def prepare(tenant: str, name: str, export: Export) -> Prepared:
     data = as_bytes(export.data)
     digest, origin = bytes.fromhex(digest_of(data)), note("origin", export.origin)
     schema = schema_text(data)
-    if not export.force:
-        check_finite(full_name(tenant, name), data, schema)
-    return Prepared(tenant, name, digest, data.size, schema, step, export.session, origin)
+    if not (finite := is_finite(data, schema)) and not export.force:
+        path = next(path for path, leaf in nested.leaves_with_path(unpack(data)[0]) if not all_finite(leaf))
+        raise UserError(
+            f"policy {full_name(tenant, name)!r}: {path} of the exported adapter has NaN or infinite values: the run has diverged, export "
+            "an earlier step, or this one with force"
+        )
+    return Prepared(tenant, name, digest, data.size, schema, step, export.session, origin, finite)
 
 
-def check_finite(policy: str, data: np.ndarray, schema: str) -> None:
-    """Looks at all weights of a packed object at once: they lie back to back behind its header.
-
-    Raises:
-        UserError: naming an array that has NaN or infinite values.
-    """
+def is_finite(data: np.ndarray, schema: str) -> bool:
+    """Looks at all weights of a packed object at once: they lie back to back behind its header."""
     start = 8 + int.from_bytes(data[:8].tobytes(), "little")
-    if all_finite(data[start:].view(header.DTYPES[header.TAGS[read_schema(schema).dtype]])):
-        return
-    for path, leaf in nested.leaves_with_path(unpack(data)[0]):
-        if not all_finite(leaf):
-            raise UserError(
-                f"policy {policy!r}: {path} of the exported adapter has NaN or infinite values: the run has diverged, export an earlier "
-                "step, or this one with force"
-            )
+    return all_finite(data[start:].view(header.DTYPES[header.TAGS[read_schema(schema).dtype]]))
 
 
 def store_and_commit(database: Database, store: Store, objects: dict[bytes, Buffer], commit) -> Any:
@@ -145,8 +139,17 @@ def known(connection: sa.Connection, digests: list[bytes]) -> dict[bytes, int | 
     return found
 
 
-def add_payloads(connection: sa.Connection, author: Author, needed: dict[bytes, int | None], places: dict[bytes, Place]) -> None:
+def add_payloads(
+    connection: sa.Connection,
+    author: Author,
+    needed: dict[bytes, int | None],
+    places: dict[bytes, Place],
+    finite: Mapping[bytes, bool] = MappingProxyType({}),
+) -> None:
     """Payload rows, by digest with their schema's id.
+
+    Args:
+        finite: of adapters, whether all their weights are: the loads that follow go by it.
 
     Raises:
         Vanished: a payload is neither in the database nor in ``places``, or its pack was swept as abandoned.
@@ -164,6 +167,7 @@ def add_payloads(connection: sa.Connection, author: Author, needed: dict[bytes, 
                 "offset": place.offset,
                 "length": place.length,
                 "created_at": author.now,
+                "finite": finite.get(digest),
             }
             for digest, place in new.items()
         ]
@@ -171,7 +175,8 @@ def add_payloads(connection: sa.Connection, author: Author, needed: dict[bytes, 
     found = known(connection, list(needed))
     untold = {digest for digest, schema in found.items() if schema is None and needed[digest] is not None}
     for digest in sorted(untold):  # stored as something else before, such as a rollout
-        connection.execute(payloads.update().where(payloads.c.digest == digest).values(schema_id=needed[digest]))
+        values = {"schema_id": needed[digest], "finite": finite.get(digest)}
+        connection.execute(payloads.update().where(payloads.c.digest == digest).values(**values))
     if missing := needed.keys() - found.keys():
         raise Vanished(missing)
 
@@ -198,7 +203,8 @@ def commit(
         sessions.check_writer(policy, export.session)
         if ids[export.schema] != policy.schema_id:
             check_schema(export, policy.json)
-    add_payloads(connection, author, {export.digest: ids[export.schema] for export in exports}, places)
+    finite = {export.digest: export.finite for export in exports}
+    add_payloads(connection, author, {export.digest: ids[export.schema] for export in exports}, places, finite)
     had = _already_there(connection, [owners[e.tenant, e.name].id for e in exports if owners[e.tenant, e.name].last_number], exports)
     new: dict[tuple[int, int, bytes], dict[str, Any]] = {}
     chosen = []  # per export: its revision's key

@@ -286,20 +286,20 @@ class Catalog:
         found = self.resolve(name, tenant)
         return self._read(found.digest, lambda: self.resolve(found.digest, tenant).place, found.place)
 
-    def _read(self, digest: str, where: Callable[[], Place], place: Place | None = None) -> np.ndarray:
-        place = where() if place is None else place
+    def _read(self, digest: str, where: Callable[[], Place], place: Place | None = None, verified: bool = True) -> np.ndarray:
+        place, expected = where() if place is None else place, digest if verified else None
         try:
-            return self.store.read(place, digest)
+            return self.store.read(place, expected)
         except PackMissing:  # compaction may have moved it since
             moved = where()
             if moved == place:
                 raise
-            return self.store.read(moved, digest)
+            return self.store.read(moved, expected)
         except PackDamaged as error:
             raise UserError(f"payload {digest[:12]} is damaged: {error}; export it again, or roll back") from None
 
-    def _payload(self, digest: str) -> np.ndarray:
-        return self._read(digest, lambda: self.database.read(lambda c: lookup.place_of(c, digest)))
+    def _payload(self, digest: str, verified: bool = True) -> np.ndarray:
+        return self._read(digest, lambda: self.database.read(lambda c: lookup.place_of(c, digest)), verified=verified)
 
     # Aliases
 
@@ -430,9 +430,13 @@ class Catalog:
 
         self.database.write(body)
 
-    def read_leased(self, lease: Lease) -> np.ndarray:
-        """The packed object that a lease keeps, as ``load`` gives it; also after its revision was retired."""
-        return self._payload(lease.digest)
+    def read_leased(self, lease: Lease, verified: bool = True) -> np.ndarray:
+        """The packed object that a lease keeps, as ``load`` gives it; also after its revision was retired.
+
+        Args:
+            verified: hold the bytes against the digest; off for a caller that does so itself, as residency does.
+        """
+        return self._payload(lease.digest, verified)
 
     # Training
 

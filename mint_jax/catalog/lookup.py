@@ -31,6 +31,7 @@ _COLUMNS = (
     packs.c.name.label("pack"),
     payloads.c.offset,
     payloads.c.length,
+    payloads.c.finite,
     schemas.c.json,
     schemas.c.digest.label("schema_digest"),
     (revisions.c.policy_id == _ROW.c.policy_id).label("same_policy"),
@@ -134,7 +135,7 @@ def _resolved(connection: sa.Connection, row: sa.Row, alias: str | None) -> Reso
         raise UserError(f"policy {named!r} is retired: restore it first")
     if row.state != "live":
         raise UserError(f"revision {named}@{row.number} is retired: restore it first, or choose another")
-    return Resolved(named, row.number, row.digest.hex(), Place(row.pack, row.offset, row.length), row.json, row.id)
+    return Resolved(named, row.number, row.digest.hex(), Place(row.pack, row.offset, row.length), row.json, row.id, bool(row.finite))
 
 
 def _tells(details: str, digest: str) -> bool:

@@ -61,7 +61,11 @@ class Revision:
 
 @dataclasses.dataclass(frozen=True)
 class Resolved:
-    """What a name stands for now, and where its bytes are."""
+    """What a name stands for now, and where its bytes are.
+
+    Attributes:
+        finite: all weights are, found when the bytes came in; False also where nobody looked.
+    """
 
     policy: str
     number: int
@@ -69,6 +73,7 @@ class Resolved:
     place: Place
     schema: str
     revision_id: int
+    finite: bool
 
 
 @dataclasses.dataclass(frozen=True)

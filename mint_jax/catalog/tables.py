@@ -9,7 +9,7 @@ it, so the log still reads after retention has removed a row.
 
 import sqlalchemy as sa
 
-HEAD = "0002"  # the newest migration: databases behind it are upgraded when opened, ones ahead are refused
+HEAD = "0003"  # the newest migration: databases behind it are upgraded when opened, ones ahead are refused
 VERSION_TABLE = "catalog_version"
 
 metadata = sa.MetaData()
@@ -91,6 +91,7 @@ payloads = sa.Table(
     sa.Column("offset", sa.BigInteger, nullable=False),
     sa.Column("length", sa.BigInteger, nullable=False),
     sa.Column("created_at", _Time, nullable=False),
+    sa.Column("finite", sa.Boolean),  # whether all weights are; null: nobody looked, as before this column was
 )
 
 revisions = sa.Table(

@@ -54,7 +54,8 @@ def read_adapter(name: str | Path, base: Base, catalog: JobCatalog | None = None
         adapter, schema = unpack(data)
         check_base(schema, str(revision), base)
         loaded = Loaded(adapter, schema.config, revision.digest, revision)
-    bound = lora_tree.check_fits(loaded.adapter, loaded.config, specs, text)
+    looked_at = loaded.revision is None or loaded.revision.finite  # when it was read, or when the catalog took it in
+    bound = lora_tree.check_fits(loaded.adapter, loaded.config, specs, text, finite=not looked_at)
     say(f"adapter {text}: rank {loaded.config.rank}, {bound} modules bound")
     return loaded
 

@@ -23,6 +23,7 @@ class Named(NamedTuple):
     policy: str
     number: int
     digest: str
+    finite: bool  # the catalog has looked at all weights
 
     def __str__(self) -> str:
         return f"{self.policy}@{self.number}"
@@ -68,10 +69,10 @@ class JobCatalog:
 
         def resolve() -> list:
             found = self.main.resolve(name)
-            return [found.policy, found.number, found.digest, found.place]
+            return [found.policy, found.number, found.digest, found.finite, found.place]
 
-        policy, number, digest, place = multihost.agree(f"revision {name}", resolve)
-        named = Named(policy, number, digest)
+        policy, number, digest, finite, place = multihost.agree(f"revision {name}", resolve)
+        named = Named(policy, number, digest, finite)
         if self._store is None:
             return self.main.load(digest), named
         try:

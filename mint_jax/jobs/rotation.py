@@ -20,12 +20,11 @@ from mint_jax.jobs import adapters
 from mint_jax.jobs.catalogs import JobCatalog
 from mint_jax.jobs.common import say
 from mint_jax.lora import tree as lora_tree
-from mint_jax.lora.tree import AdapterConfig, Slot, Stacks
+from mint_jax.lora.tree import Slot, Stacks
 from mint_jax.models import transformer
 from mint_jax.models.base import Base
-from mint_jax.residency.admission import Admission
+from mint_jax.residency.opening import Known, open_residency
 from mint_jax.residency.residency import Residency
-from mint_jax.residency.slots import DeviceSlots
 
 Result = TypeVar("Result")
 LEASE_S = 86400.0  # payloads of later turns are kept from collection so long, and anew while turns go on
@@ -68,7 +67,7 @@ class Rotation:
             raise UserError(f"slots is {room!r}; expected how many adapters of a rank bucket may be on the device at once, at least 1")
         self.base, self.names, self._catalog, self._room = base, [name or None for name in names], catalog, room
         self.digests: dict[str, str] = {}  # name -> revision or, of a PEFT directory, what it would be
-        self._configs: dict[str, AdapterConfig] = {}
+        self._known: dict[str, Known] = {}
         self._bytes: dict[str, int] = {}
         self._given: dict[str, np.ndarray] = {}  # packed objects that come from PEFT directories
         self._held: dict[str, PayloadLease] = {}  # keep what the names stood for, whatever becomes of the names
@@ -79,7 +78,7 @@ class Rotation:
             self._plan = self._turns()
             if self._loaded and len(self._plan) > 1:
                 raise UserError(
-                    f"{len(self._configs)} adapters are named and slots is {room}: several processes load all before they begin; "
+                    f"{len(self._known)} adapters are named and slots is {room}: several processes load all before they begin; "
                     "set --config.slots as high, or run one process"
                 )
         except BaseException:
@@ -107,13 +106,13 @@ class Rotation:
 
     def _each(self) -> Iterator[Turn]:
         """The turns in order; each one's adapters stay until the next is asked for."""
-        if self._loaded or not self._configs:
+        if self._loaded or not self._known:
             stacks, slots = adapters.make_resident(self._loaded, self.base)
             yield Turn(list(range(len(self.names))), 0, slots, stacks)
             return
         residency = self._residency = self._open()
         if len(self._plan) > 1:
-            say(f"{len(self._configs)} adapters take {len(self._plan)} turns over {self._room} slots of each rank bucket")
+            say(f"{len(self._known)} adapters take {len(self._plan)} turns over {self._room} slots of each rank bucket")
         before = 0
         for k, digests in enumerate(self._plan):
             self._renew()
@@ -124,7 +123,7 @@ class Rotation:
             for name in slots:
                 digest = self.digests[name]
                 if digest not in self._given:
-                    say(f"adapter {name}: rank {self._configs[digest].rank}, {leases[digest].modules} modules bound")
+                    say(f"adapter {name}: rank {self._known[digest].config.rank}, {leases[digest].modules} modules bound")
             rows = [i for i, name in enumerate(self.names) if (k == 0 if name is None else name in slots)]
             yield Turn(rows, before, slots, residency.stacks)
             before += len(rows)
@@ -137,7 +136,7 @@ class Rotation:
         if multihost.count() > 1:
             self._loaded = adapters.read_all(self.names, self.base, self._catalog)
             for name, loaded in self._loaded.items():
-                self.digests[name], self._configs[loaded.digest] = loaded.digest, loaded.config
+                self.digests[name], self._known[loaded.digest] = loaded.digest, Known(loaded.config, "float32", True)
             return
         named = []
         for name in dict.fromkeys(name for name in self.names if name):
@@ -145,7 +144,7 @@ class Rotation:
                 loaded = adapters.read_adapter(name, self.base)
                 data = np.frombuffer(pack(loaded.adapter, Schema(self.base.fingerprint, loaded.config)), np.uint8)
                 self._given[loaded.digest] = data
-                self._take_in(name, loaded.digest, loaded.config, data.nbytes)
+                self._take_in(name, loaded.digest, Known(loaded.config, "float32", True), data.nbytes)
             else:
                 adapters.need_catalog(name, self._catalog)
                 named.append(name)
@@ -156,27 +155,28 @@ class Rotation:
                 schema = Schema.from_json(found.schema)
                 adapters.check_base(schema, f"{found.policy}@{found.number}", self.base)
                 lora_tree.projections(specs, schema.config.targets)
-                self._take_in(name, found.digest, schema.config, found.place.length)
+                self._take_in(name, found.digest, Known(schema.config, schema.dtype, found.finite), found.place.length)
             digests = sorted({self.digests[name] for name in named})
             held = self._catalog.main.lease_many(digests, f"turns of process {os.getpid()}", LEASE_S)
             self._held = dict(zip(digests, held))
         self._order_as_named()
 
-    def _take_in(self, name: str, digest: str, config: AdapterConfig, nbytes: int) -> None:
-        self.digests[name], self._configs[digest], self._bytes[digest] = digest, config, nbytes
+    def _take_in(self, name: str, digest: str, known: Known, nbytes: int) -> None:
+        self.digests[name], self._known[digest], self._bytes[digest] = digest, known, nbytes
 
     def _order_as_named(self) -> None:
         """Turns go by the order in which rows name adapters, whichever way they were looked up."""
         order = dict.fromkeys(self.digests[name] for name in self.names if name)
-        self._configs = {digest: self._configs[digest] for digest in order}
+        self._known = {digest: self._known[digest] for digest in order}
 
     def _turns(self) -> list[list[str]]:
         """Digests of each turn: of every rank bucket as many as there is room for, in the order in which rows name them."""
         plan: list[list[str]] = []
         seen: dict[int, int] = {}
-        for digest, config in self._configs.items():
-            turn = seen.get(config.bucket, 0) // self._room
-            seen[config.bucket] = seen.get(config.bucket, 0) + 1
+        for digest, known in self._known.items():
+            bucket = known.config.bucket
+            turn = seen.get(bucket, 0) // self._room
+            seen[bucket] = seen.get(bucket, 0) + 1
             if turn == len(plan):
                 plan.append([])
             plan[turn].append(digest)
@@ -184,23 +184,16 @@ class Rotation:
 
     def _open(self) -> Residency:
         """Residency with as many slots as are needed and allowed."""
-        specs = transformer.abstract(self.base.cfg)
-        counts: dict[int, int] = {}
-        for config in self._configs.values():
-            counts[config.bucket] = counts.get(config.bucket, 0) + 1
-        rooms = {bucket: min(count, self._room) for bucket, count in counts.items()}
-        targets = dict.fromkeys(target for config in self._configs.values() for target in config.targets)
-        slots = DeviceSlots(specs, rooms, targets, mesh=self.base.mesh)
-        admission = Admission(self.base.fingerprint, specs, {bucket: slots.targets(bucket) for bucket in rooms})
+        base, specs = self.base.fingerprint, transformer.abstract(self.base.cfg)
         host_bytes = 2 * max(sum(self._bytes[digest] for digest in digests) for digests in self._plan)
-        workers, depth = min(4, os.cpu_count() or 1), 1 + 2 * max(map(len, self._plan))
-        return Residency(self._fetch, unpack, admission, slots, host_bytes, workers=workers, depth=depth)
+        depth = 1 + 2 * max(map(len, self._plan))
+        return open_residency(self._fetch, unpack, base, specs, self._known, self._room, host_bytes, mesh=self.base.mesh, depth=depth)
 
     def _fetch(self, digest: str) -> np.ndarray:
         if digest in self._given:
             return self._given[digest]
         assert self._catalog is not None
-        return self._catalog.main.read_leased(self._held[digest])
+        return self._catalog.main.read_leased(self._held[digest], verified=False)  # residency does
 
     def _renew(self) -> None:
         """Keeps the payloads of turns to come."""

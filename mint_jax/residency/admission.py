@@ -1,7 +1,7 @@
 """What must hold before an adapter may take a slot: its bytes are those its name says, and it fits base and slots (law 9)."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import numpy as np
@@ -40,12 +40,11 @@ class Admission:
         base: fingerprint of the base.
         base_specs: its ``ParamSpec`` tree.
         rooms: per rank bucket the paths of the projections that its slots hold.
-        finite: look at every number for NaN and infinities. On where bytes come from anybody. Off where they come from a
-            catalog that looked when it took them in (unless that export was forced): the digest, which every load verifies,
-            says that they are the same.
+        finite: digests of revisions whose numbers a catalog looked at when it took them in, and found finite: the digest,
+            which every load verifies, says that they are the same. Of others every number is looked at.
     """
 
-    def __init__(self, base: str, base_specs: Any, rooms: Mapping[int, set[str]], finite: bool = True):
+    def __init__(self, base: str, base_specs: Any, rooms: Mapping[int, set[str]], finite: Container[str] = ()):
         self.base, self.base_specs, self.rooms, self.finite = base, base_specs, dict(rooms), finite
 
     def check(self, digest: str, adapter: Any, schema: Any) -> int:
@@ -69,7 +68,7 @@ class Admission:
         for path, leaf in params_lib.leaves_with_path(adapter):
             if np.asarray(leaf).dtype.name not in DTYPES:
                 raise UserError(f"{what}: {path} is stored as {np.asarray(leaf).dtype.name}; expected one of {', '.join(DTYPES)}")
-        bound = lora_tree.check_fits(adapter, config, self.base_specs, what, self.finite)
+        bound = lora_tree.check_fits(adapter, config, self.base_specs, what, digest not in self.finite)
         paths = {path.rsplit("/", 1)[0] for path, _ in params_lib.leaves_with_path(adapter)}
         if homeless := sorted(paths - self.rooms[config.bucket]):
             raise UserError(f"{what} adapts {homeless[0]}, for which the slots have no room: configure it among their targets")

@@ -9,10 +9,11 @@ Storage is a function, ``fetch(digest)``, and so is the packed format, ``unpack(
 bucket leased waits for one without holding a worker, device memory or a place in the host cache.
 """
 
+import contextlib
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
@@ -43,8 +44,8 @@ class Residency:
         workers, depth, size_of, niceness: see ``ColdLoads``.
         half_life_s: after so long without use a copy is worth half.
         metrics: where to count.
-        digest_of: the revision digest of packed bytes; by default BLAKE3, on all cores where the workers have no niceness, else in
-            the worker's thread, whose priority it keeps.
+        digest_of: the revision digest of packed bytes; by default BLAKE3, on all cores while the engine waits for loads or where
+            the workers have no niceness, else in the worker's thread, whose priority it keeps.
     """
 
     def __init__(
@@ -69,7 +70,8 @@ class Residency:
         self._clock = clock
         evicted = self.metrics.evictions
         self.host = HostCache(host_bytes, quotas, half_life_s, clock, lambda digest: evicted.labels("host").inc())
-        digest_of = digest_of or (blake3_alone if niceness else blake3_of)
+        self._niceness, self._idle = niceness, 0  # the second counts engines that wait
+        digest_of = digest_of or self._blake3
         self._tier = HostTier(self.host, fetch, unpack, admission, self.metrics, digest_of, clock)
         self.slots = slots
         rooms = {bucket: stack.slots for bucket, stack in slots.stacks.items()}
@@ -183,6 +185,20 @@ class Residency:
         slot = self.table.lease(digest)
         return None if slot is None else Lease(digest, slot, self.table.modules(digest), self._release)
 
+    def _blake3(self, buffer: np.ndarray) -> str:
+        return (blake3_alone if self._niceness and not self._idle else blake3_of)(buffer)
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """The engine's thread has nothing to run until a load ends: loads may have all cores."""
+        with self._lock:
+            self._idle += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._idle -= 1
+
     def _device_bytes(self) -> int:
         with self._lock:
             return self.table.nbytes
@@ -215,10 +231,11 @@ class Residency:
         """
         futures: list[Future[Lease]] = []
         try:
-            futures.extend(self.acquire(digest, tenant) for digest in digests)
-            while pending := [future for future in futures if not future.done()]:
-                if not self.commit_ready():
-                    self.wait_ready(pending)
+            with self._waiting():
+                futures.extend(self.acquire(digest, tenant) for digest in digests)
+                while pending := [future for future in futures if not future.done()]:
+                    if not self.commit_ready():
+                        self.wait_ready(pending)
             return [future.result() for future in futures]
         except BaseException:
             for future in futures:
@@ -232,7 +249,7 @@ class Residency:
         Returns:
             Whether ``commit_ready`` has something to do.
         """
-        with self._changed:
+        with self._waiting(), self._changed:
             self._changed.wait_for(lambda: self._ready or any(future.done() for future in pending), timeout)
             return bool(self._ready)
 

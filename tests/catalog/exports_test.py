@@ -250,3 +250,39 @@ def test_everything_at_once(place, monkeypatch):
         numbers = [entry.after for entry in catalog.history(f"p{policy}", "latest")]
         assert len(numbers) == 43
         catalog.load(f"p{policy}")
+
+
+def test_every_way_in_looks_at_the_numbers_and_the_record_tells(place, tmp_path):
+    """What loads go by: finite where the export found it so, not where it was forced, and not where nobody looked."""
+    catalog = place.open()
+    good, bad = packed(1), packed(float("nan"))
+    catalog.export("good", good, 1, create=True)
+    catalog.export("bad", bad, 1, create=True, force=True)
+    catalog.rollout("good", 1, packed(2), tokens=1, mean_reward=0.0)  # these bytes come in as no adapter
+    catalog.export("good", packed(2), 2)
+    catalog.branch("twig", "bad@1")
+    found = {name: catalog.resolve(name).finite for name in ("good@1", "good@2", "bad", "twig")}
+    assert found == {"good@1": True, "good@2": True, "bad": False, "twig": False}
+    assert [one.finite for one in catalog.resolve_many(["good", "bad"])] == [True, False]
+    with pytest.raises(UserError, match="NaN or infinite"):
+        catalog.export("bad", bad, 2)  # its bytes are held already: they are looked at all the same
+    with catalog.database.engine.begin() as connection:
+        connection.execute(sa.text("UPDATE policies SET parent_revision = NULL"))
+        for table in ("audit", "aliases", "rollouts", "revisions", "payloads"):
+            connection.execute(sa.text(f"DELETE FROM {table}"))
+    recovered = {str(one["digest"]): catalog.resolve(str(one["digest"])).finite for one in catalog.recover(grace_s=-1.0).revisions}
+    assert recovered == {blake3(good).hexdigest(): True, blake3(packed(2)).hexdigest(): True, blake3(bad).hexdigest(): False}
+    with catalog.database.engine.begin() as connection:
+        connection.execute(sa.text("UPDATE payloads SET finite = NULL"))  # as before the column was
+    assert not any(catalog.resolve(digest).finite for digest in recovered)
+
+
+def test_a_leased_payload_is_read_without_a_digest_where_the_caller_has_one(catalog, monkeypatch):
+    catalog.export("p", packed(1), 1, create=True)
+    lease = catalog.lease("p", "test")
+    hashed = []
+    monkeypatch.setattr("mint_jax.catalog.payloads.digest_of", lambda data: hashed.append(data) or blake3(data).hexdigest())
+    assert same_bytes(catalog.read_leased(lease, verified=False), packed(1))
+    assert hashed == []
+    assert same_bytes(catalog.read_leased(lease), packed(1))
+    assert len(hashed) == 1

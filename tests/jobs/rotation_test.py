@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from mint_jax import params as params_lib
-from mint_jax.catalog.packed import Schema, pack, unpack
+from mint_jax.catalog.packed import Schema, digest_of, pack, unpack
 from mint_jax.errors import UserError
-from mint_jax.jobs import sample, score
+from mint_jax.jobs import adapters, sample, score
 from mint_jax.jobs.catalogs import JobCatalog
 from mint_jax.jobs.rotation import Rotation
 from mint_jax.lora import tree as lora_tree
@@ -117,6 +117,52 @@ def test_what_was_named_is_served_whatever_becomes_of_the_name(stored, tiny_base
     assert leases(place) == 0
     place.main.gc(grace_s=0.0)
     assert not any(place.main.holds(list(digests.items()))), "then they may go"
+
+
+@pytest.mark.parametrize(("stored_as", "slots_of"), [("float32",) * 2, ("bfloat16",) * 2, (("bfloat16", "float16"), "float32")])
+def test_slots_hold_adapters_as_they_are_stored(tiny_base, rng, tmp_path, stored_as, slots_of):
+    """In the narrowest dtype that rounds none of them."""
+    base = tiny_base("llama")
+    config, adapter = random_adapters(rng, base.cfg)["eight"]
+    with contextlib.closing(JobCatalog(tmp_path, create=True)) as place:
+        dtypes = dict(enumerate([stored_as] if isinstance(stored_as, str) else stored_as))
+        for k, dtype in dtypes.items():
+            place.main.export(f"p{k}", pack(adapter, Schema(base.fingerprint, config, dtype)), 1, create=True)
+
+        def look(turn):
+            for name, slot in turn.slots.items():
+                stored, _ = unpack(place.main.load(name))
+                found = lora_tree.read_slot(turn.stacks[slot.bucket], slot.index, config.rank, stored)
+                for (_, mine), (_, theirs) in zip(params_lib.leaves_with_path(found), params_lib.leaves_with_path(stored), strict=True):
+                    assert mine.dtype == slots_of
+                    np.testing.assert_array_equal(mine, np.asarray(theirs).astype(mine.dtype))
+            return turn.rows
+
+        with Rotation(base, [f"p{k}" for k in dtypes], place, 2) as rotation:
+            rotation.run(look)
+
+
+def test_loads_are_verified_once_and_searched_for_nan_only_where_no_record_says_that_there_is_none(stored, tiny_base, monkeypatch):
+    place, names, _ = stored
+    base = tiny_base("llama")
+    adapter, schema = unpack(place.main.load(names[0]))
+    bad = jax.tree.map(lambda x: np.full_like(x, np.nan), adapter)
+    place.main.export("bad", pack(bad, schema), 1, create=True, force=True)
+    searched, hashed = [], []
+    monkeypatch.setattr("mint_jax.lora.tree.all_finite", lambda x: searched.append(x) or bool(np.isfinite(x).all()))
+    for where in ("catalog.payloads.digest_of", "residency.residency.blake3_of", "residency.residency.blake3_alone"):
+        monkeypatch.setattr(f"mint_jax.{where}", lambda data: hashed.append(data) or digest_of(data))
+    with Rotation(base, names, place, 64) as rotation:
+        rotation.run(lambda turn: turn.rows)
+    assert len(hashed) == len(names)
+    assert searched == []
+    for name in names:
+        adapters.read_adapter(name, base, place)
+    assert searched == []
+    with pytest.raises(UserError, match="NaN or infinite"), Rotation(base, ["bad"], place, 64) as rotation:
+        rotation.run(lambda turn: turn.rows)
+    with pytest.raises(UserError, match="NaN or infinite"):
+        adapters.read_adapter("bad", base, place)
 
 
 def test_a_job_that_fails_leaves_no_lease(stored, tiny_base):

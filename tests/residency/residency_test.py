@@ -54,7 +54,7 @@ class Storage:
 class World:
     """A base, a storage with random adapters, and a residency over both."""
 
-    def __init__(self, rng, base, rooms=None, host_bytes=1 << 30, targets=("q", "v"), piece_bytes=None, finite=True, **settings):
+    def __init__(self, rng, base, rooms=None, host_bytes=1 << 30, targets=("q", "v"), piece_bytes=None, finite=(), **settings):
         self.rng, self.base, self.specs, self.storage = rng, base, transformer.abstract(base.cfg), Storage()
         self.slots = DeviceSlots(self.specs, rooms or {2: 2}, targets, piece_bytes=piece_bytes)
         admission = Admission(base.fingerprint, self.specs, {b: self.slots.targets(b) for b in self.slots.stacks}, finite)
@@ -251,14 +251,18 @@ def test_what_does_not_fit_is_refused_with_the_reason_and_leaves_nothing(world, 
 
 
 def test_what_a_catalog_took_in_is_not_searched_for_nan_again(world):
-    """Forced in there, it is loaded here; every other check stays."""
-    w = world(finite=False)
+    """Only the digests that it vouches for, and every other check stays."""
+    vouched: set[str] = set()
+    w = world(finite=vouched)
 
     def change(adapter):
         adapter["dense"]["attn"]["q"]["b"][0, 0, 0] = np.nan
         return adapter
 
     digest = w.new(change=change)
+    with pytest.raises(UserError, match="NaN or infinite"):
+        w.residency.acquire(digest).result(LONG)
+    vouched.add(digest)
     future = w.residency.acquire(digest)
     w.settle(future)
     slot = future.result().slot
@@ -277,6 +281,9 @@ def test_large_objects_are_verified_by_many_threads_or_by_the_nice_one(world, ni
     future = w.residency.acquire(w.new())
     w.settle(future)
     assert seen == ([{}] if niceness else [{"max_threads": blake3.AUTO}])
+    seen.clear()
+    w.residency.wait_for([w.new()])  # nothing else runs meanwhile
+    assert seen == [{"max_threads": blake3.AUTO}]
 
 
 def test_a_load_that_fails_on_the_device_frees_its_slot(world, monkeypatch):
