@@ -60,6 +60,8 @@ class Completion:
     Attributes:
         tokens: ids, including a final stop id.
         logprobs: float32, one a token, under the model itself (temperature 1, no filter).
+        drawn_logprobs: those under the distribution that drew the tokens, temperature and filters included; ``logprobs`` where neither
+            changes anything, and in greedy decoding.
         finish: ``stop`` or ``length``.
         text: decoded text before a stop string; None without a tokenizer.
         routes: the experts that the input before each token visited, ``[tokens, L, X]``; None unless the engine records them.
@@ -69,6 +71,7 @@ class Completion:
 
     tokens: list[int]
     logprobs: list[float]
+    drawn_logprobs: list[float]
     finish: str
     text: str | None
     routes: np.ndarray | None = None
@@ -81,13 +84,15 @@ class _Drawn(NamedTuple):
 
     tokens: np.ndarray
     logprobs: np.ndarray
+    drawn_logprobs: np.ndarray
     lengths: np.ndarray
     stopped: np.ndarray
     done: np.ndarray
 
-    def row(self, r: int) -> tuple[list[int], list[float], bool]:
-        n = self.lengths[r]
-        return self.tokens[r, :n].tolist(), self.logprobs[r, :n].tolist(), bool(self.stopped[r])
+    def row(self, r: int, n: int | None = None) -> tuple[list[int], list[float], list[float]]:
+        """The first ``n`` tokens of a row, or all, and their two log-probabilities."""
+        kept = slice(0, self.lengths[r] if n is None else n)
+        return self.tokens[r, kept].tolist(), self.logprobs[r, kept].tolist(), self.drawn_logprobs[r, kept].tolist()
 
 
 class _Routes(NamedTuple):
@@ -215,7 +220,7 @@ class DenseEngine:
             steps = np.int32(CHECK_EVERY if watching or between_steps is not None else C)
             while True:
                 state = program.decode(*args, cache, lengths, state, sampling, limits, steps, cfg=self.base.cfg)
-                drawn = _Drawn(*multihost.to_host((state.tokens, state.logprobs, state.lengths, state.stopped, state.done)))
+                drawn = _Drawn(*multihost.to_host(tuple(getattr(state, field) for field in _Drawn._fields)))
                 done = drawn.done
                 if watching:
                     done = np.array(multihost.agree("rows that are done", lambda drawn=drawn: self._done(drawn, rows).tolist()))
@@ -229,7 +234,7 @@ class DenseEngine:
             if i is not None:
                 request = requests[group[i]]
                 mine = range(k * rollouts, (k + 1) * rollouts)
-                completions = [self._completion(*drawn.row(r), request) for r in mine]
+                completions = [self._completion(drawn, r, request) for r in mine]
                 yield group[i], completions if recorded is None else recorded.put(completions, k, mine, len(request.prompt))
 
     def _done(self, drawn: _Drawn, rows: Sequence[Request | None]) -> np.ndarray:
@@ -253,11 +258,10 @@ class DenseEngine:
         text = self.decode(tokens[:low])
         return low, text[: min(text.find(stop) for stop in request.stop if stop in text)]
 
-    def _completion(self, tokens: list[int], logprobs: list[float], stopped: bool, request: Request) -> Completion:
-        cut, text = self._cut(tokens, request)
-        if cut is not None:
-            tokens, logprobs, stopped = tokens[:cut], logprobs[:cut], True
-        return Completion(tokens, logprobs, "stop" if stopped else "length", text, revision=request.revision)
+    def _completion(self, drawn: _Drawn, row: int, request: Request) -> Completion:
+        cut, text = self._cut(drawn.row(row)[0], request)
+        finish = "stop" if cut is not None or drawn.stopped[row] else "length"
+        return Completion(*drawn.row(row, cut), finish, text, revision=request.revision)
 
 
 def _arrays(order: Sequence[Request | None], rollouts: int, room: int) -> tuple[np.ndarray, np.ndarray, SamplingParams, program.Limits]:

@@ -40,7 +40,7 @@ class Decoding:
 
     Attributes:
         step: tokens drawn so far by rows still running, scalar int32.
-        tokens, logprobs: ``[B, C]``.
+        tokens, logprobs, drawn_logprobs: ``[B, C]``; see ``rollout.sample``.
         lengths: ``[B]`` tokens drawn by each row.
         done: ``[B]`` bool.
         stopped: ``[B]`` bool: done by a stop id rather than by its length.
@@ -51,6 +51,7 @@ class Decoding:
     step: jax.Array
     tokens: jax.Array
     logprobs: jax.Array
+    drawn_logprobs: jax.Array
     lengths: jax.Array
     done: jax.Array
     stopped: jax.Array
@@ -116,6 +117,7 @@ def prefill(
         step=jnp.int32(0),
         tokens=jnp.zeros((rows, new_tokens), jnp.int32),
         logprobs=jnp.zeros((rows, new_tokens), jnp.float32),
+        drawn_logprobs=jnp.zeros((rows, new_tokens), jnp.float32),
         lengths=jnp.zeros((rows,), jnp.int32),
         done=limits.max_tokens <= 0,
         stopped=jnp.zeros((rows,), bool),
@@ -127,7 +129,7 @@ def prefill(
 
 def _draw(state: Decoding, logits_BV: jax.Array, sampling: SamplingParams, limits: Limits) -> Decoding:
     """Draws the next token of every row that is not done."""
-    token, logprob = sample(logits_BV, sampling, state.step)
+    token, logprob, drawn = sample(logits_BV, sampling, state.step)
     live = ~state.done
     hit = jnp.any(token[:, None] == limits.stop_ids, axis=-1) & live
     lengths = state.lengths + live
@@ -136,6 +138,7 @@ def _draw(state: Decoding, logits_BV: jax.Array, sampling: SamplingParams, limit
         step=state.step + 1,
         tokens=state.tokens.at[:, state.step].set(jnp.where(live, token, 0)),
         logprobs=state.logprobs.at[:, state.step].set(jnp.where(live, logprob, 0.0)),
+        drawn_logprobs=state.drawn_logprobs.at[:, state.step].set(jnp.where(live, drawn, 0.0)),
         lengths=lengths,
         done=state.done | hit | (lengths >= limits.max_tokens),
         stopped=state.stopped | hit,

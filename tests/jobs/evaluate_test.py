@@ -111,7 +111,7 @@ def test_a_shared_batch_that_serves_another_adapter_is_refused(wrong, temperatur
 
 
 def completions(rows, logprob=-1.0):
-    return [Completion(list(tokens), [logprob] * len(tokens), "length", "") for tokens in rows]
+    return [Completion(list(tokens), [logprob] * len(tokens), [logprob] * len(tokens), "length", "") for tokens in rows]
 
 
 def test_the_rule():

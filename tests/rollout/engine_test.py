@@ -8,6 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+from scipy import special
 
 from mint_jax.errors import UserError
 from mint_jax.lora import tree as lora_tree
@@ -112,6 +113,9 @@ def test_groups_keep_the_order_and_every_rows_settings(rng, tiny_base, hf_dirs):
             edge_T = np.sort(logits_TV, axis=1)[:, -request.top_k]
             chosen_T = np.take_along_axis(logits_TV, np.array(c.tokens)[:, None], axis=1)[:, 0]
             assert (chosen_T >= edge_T - 1e-4).all(), "a token outside its own row's top-k"  # 1e-4: rounding at the edge
+            kept_TV = np.where(logits_TV >= edge_T[:, None], logits_TV / request.temperature, -np.inf)
+            drawn_T = chosen_T / request.temperature - special.logsumexp(kept_TV, axis=1)
+            np.testing.assert_allclose(c.drawn_logprobs, drawn_T, atol=1e-4)  # the same over temperatures down to 0.5
 
 
 def test_completion_i_uses_seed_plus_i(rng, tiny_base):

@@ -56,7 +56,7 @@ def assert_distributed(tokens, p_V):
     assert len(bins[0]) == 1 or stats.chisquare(*bins).pvalue > P_VALUE
 
 
-@pytest.mark.parametrize("vocab", [11, 300])  # less and more than one block of the sampler, and no multiple of it
+@pytest.mark.parametrize("vocab", [11, 300])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -108,13 +108,13 @@ def test_ties_at_the_edge_of_a_filter_are_kept(rng, z_V, settings, kept):
 @pytest.mark.parametrize("settings", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}])
 def test_temperature_zero_takes_the_likeliest_and_the_first_of_equals(rng, settings):
     z_BV = rng.integers(-4, 5, (DRAWS, 300)).astype(np.float32)  # many ties
-    tokens, _ = draw(z_BV, params(DRAWS, temperature=0.0, seed=rng.integers(0, 2**32, DRAWS, dtype=np.uint32), **settings), np.int32(3))
+    tokens, _, _ = draw(z_BV, params(DRAWS, temperature=0.0, seed=rng.integers(0, 2**32, DRAWS, dtype=np.uint32), **settings), np.int32(3))
     np.testing.assert_array_equal(tokens, z_BV.argmax(axis=1))
 
 
 def test_a_tiny_temperature_is_greedy_too(rng):
     z_BV = rng.normal(size=(DRAWS, 11)).astype(np.float32)
-    tokens, _ = draw(z_BV, params(DRAWS, temperature=1e-30, seed=np.arange(DRAWS)), np.int32(0))
+    tokens, _, _ = draw(z_BV, params(DRAWS, temperature=1e-30, seed=np.arange(DRAWS)), np.int32(0))
     np.testing.assert_array_equal(tokens, z_BV.argmax(axis=1))
 
 
@@ -125,32 +125,91 @@ def test_tokens_without_probability_are_never_drawn(rng, settings):
     dead[:, [0, -1]] = True
     dead[np.arange(DRAWS), rng.integers(1, 299, DRAWS)] = False
     z_BV[dead] = np.where(rng.random(dead.sum()) < 0.5, -np.inf, -3e4)  # -3e4: a weight that underflows to 0
-    tokens, logprobs = draw(z_BV, params(DRAWS, seed=np.arange(DRAWS), **settings), np.int32(1))
+    tokens, logprobs, _ = draw(z_BV, params(DRAWS, seed=np.arange(DRAWS), **settings), np.int32(1))
     assert not dead[np.arange(DRAWS), np.asarray(tokens)].any()
     assert np.isfinite(logprobs).all()
 
 
-def test_a_random_number_at_the_edge_of_a_token_never_picks_one_without_weight(rng):
-    w_V = np.where(rng.random(900) < 0.7, 0.0, np.exp(3 * rng.normal(size=900))).astype(np.float32)
-    w_V[:260] = w_V[760:] = 0.0  # whole blocks too, in front and at the end
-    edges = np.unique(np.cumsum(w_V, dtype=np.float64) / w_V.sum(dtype=np.float64)).astype(np.float32)
-    near = [edges]
-    for _ in range(4):
-        near += [np.nextafter(near[-1], np.float32(2)), np.nextafter(near[0], np.float32(-1))]
-    u_B = np.concatenate([*near, np.float32([0, 1 - 2**-24])])
-    u_B = u_B[(u_B >= 0) & (u_B < 1)]
-    tokens = np.asarray(jax.jit(sample_lib._inverse_cdf)(np.broadcast_to(w_V, (len(u_B), 900)), u_B))
-    assert (w_V[tokens] > 0).all()
+def noise(seed_B, position, vocab) -> np.ndarray:
+    return np.asarray(jax.jit(sample_lib._exponential, static_argnums=2)(np.asarray(seed_B, np.uint32), np.int32(position), vocab))
 
 
-def test_inverse_cdf_finds_the_token_of_every_random_number(rng):
-    w_V = np.where(rng.random(900) < 0.3, 0.0, np.exp(2 * rng.normal(size=900))).astype(np.float32)
-    u_B = rng.random(4000).astype(np.float32)
-    upto = np.cumsum(w_V, dtype=np.float64) / w_V.sum(dtype=np.float64)
-    tokens = np.asarray(jax.jit(sample_lib._inverse_cdf)(np.broadcast_to(w_V, (4000, 900)), u_B))
-    low, high = upto[tokens] - w_V[tokens] / w_V.sum(dtype=np.float64), upto[tokens]
-    slack = 2e-6  # rounding of 900 float32 additions moves an edge by that much
-    assert ((low - slack <= u_B) & (u_B <= high + slack)).all()
+def test_the_noise_of_a_token_is_a_function_of_seed_position_and_token(rng):
+    seed_B, position = rng.integers(0, 2**32, 5, dtype=np.uint32), int(rng.integers(10_000))
+    whole = noise(seed_B, position, 4099)
+    for vocab in (1, 2, 255, 256, 257, 4096):
+        np.testing.assert_array_equal(noise(seed_B, position, vocab), whole[:, :vocab])
+    np.testing.assert_array_equal(noise(seed_B[3:4], position, 300), whole[3:4, :300])
+    assert len(np.unique(np.concatenate([whole, noise(seed_B, position + 1, 4099), noise(seed_B + 1, position, 4099)]))) > 3 * 5 * 4090
+
+
+def test_the_noise_is_exponential_down_to_its_smallest_values(rng):
+    """Small values decide which of many unlikely tokens is drawn: they keep float32's relative precision."""
+    found = noise(rng.integers(0, 2**32, 64, dtype=np.uint32), 7, 2**18).ravel()
+    assert stats.kstest(found[:: 2**6], "expon").pvalue > P_VALUE
+    small = found[found < 2.0**-10].astype(np.float64)  # uniform there, up to 2 ** -11
+    assert stats.kstest(small * 2**10, "uniform").pvalue > P_VALUE
+    tiny = found[found < 2.0**-20].astype(np.float64)
+    assert np.unique(tiny).size == tiny.size > 4, "coarse in the tail"
+    assert 0 < found.min() < found.max() < np.inf
+
+
+def test_draws_are_the_argmax_of_logits_and_gumbel_noise(rng):
+    """The rule in float64, on logits whose noise the sampler gave."""
+    z_V = (3 * rng.normal(size=300)).astype(np.float32)
+    seed_B = rng.integers(0, 2**32, DRAWS, dtype=np.uint32)
+    tokens = np.asarray(draw(np.broadcast_to(z_V, (DRAWS, 300)), params(DRAWS, seed=seed_B, temperature=0.7), np.int32(5))[0])
+    score = z_V.astype(np.float64) / 0.7 - np.log(noise(seed_B, 5, 300).astype(np.float64))
+    best = score.max(axis=1)
+    assert (best - score[np.arange(DRAWS), tokens] <= 2e-5).all()  # z of 15 rounds by 2e-6, over 0.7, in score and noise
+    assert (tokens == score.argmax(axis=1)).mean() > 0.999
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 100}, {"top_p": 0.9}, {}], ids=str)
+def test_padding_of_the_vocabulary_and_other_rows_change_no_draw(rng, settings):
+    z_BV = (2 * rng.normal(size=(64, 300))).astype(np.float32)
+    seed_B = rng.integers(0, 2**32, 64, dtype=np.uint32)
+    tokens = np.asarray(draw(z_BV, params(64, seed=seed_B, **settings), np.int32(9))[0])
+    for more in (1, 84, 212):
+        padded = np.pad(z_BV, ((0, 0), (0, more)), constant_values=-np.inf)
+        np.testing.assert_array_equal(draw(padded, params(64, seed=seed_B, **settings), np.int32(9))[0], tokens)
+
+
+def test_a_large_vocabulary_gives_no_token_that_top_k_removed():
+    """Cumulative sums of float32 need not grow where nothing is added: an inverse CDF drew a token of weight 0 from these logits."""
+    z_V = 3 * np.random.default_rng(0).standard_normal(151_936, dtype=np.float32)
+    seeds = np.array([1_992_764, *range(7)], np.uint32)
+    tokens = np.asarray(draw(np.broadcast_to(z_V, (8, z_V.size)), params(8, seed=seeds, top_k=100), np.int32(0))[0])
+    assert ((z_V > z_V[tokens][:, None]).sum(axis=1) < 100).all()
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_row_that_is_not_finite_draws_a_token_of_the_vocabulary_and_leaves_others_alone(rng, value):
+    z_BV = rng.normal(size=(8, 300)).astype(np.float32)
+    seed_B = np.arange(8)
+    right, _, _ = draw(z_BV, params(8, seed=seed_B), np.int32(0))
+    z_BV[3, 170] = value
+    tokens, logprobs, _ = map(np.asarray, draw(z_BV, params(8, seed=seed_B), np.int32(0)))
+    assert tokens[3] == 0
+    assert not np.isfinite(logprobs[3])
+    np.testing.assert_array_equal(np.delete(tokens, 3), np.delete(right, 3))
+
+
+@pytest.mark.parametrize("gap", [1e-5, 1e-3])
+def test_rounding_changes_no_more_draws_than_agreement_allows(rng, gap):
+    """Log-probabilities that are off by up to ``gap``: a share of ``exp(2 gap) - 1`` of the draws may differ, whatever the distribution."""
+    z_V, rows, calls = -np.log(np.arange(1, 4097)), 2048, 16
+    right = special.log_softmax(z_V)
+    off = right + gap * rng.choice([-1, 1], z_V.size)
+    changed = 0
+    for seed_B in rng.integers(0, 2**32, (calls, rows), dtype=np.uint32):
+        one, two = (
+            draw(np.broadcast_to(z.astype(np.float32), (rows, z.size)), params(rows, seed=seed_B), np.int32(0))[0] for z in (right, off)
+        )
+        changed += int((one != two).sum())
+    expected = rows * calls * np.expm1(2 * gap)
+    assert changed <= expected + 5 * np.sqrt(expected) + 1
+    assert gap < 1e-4 or changed, "no draw was near"
 
 
 @pytest.fixture
@@ -168,9 +227,9 @@ def mixed(rng):
 
 def test_a_row_draws_the_same_token_alone_and_in_any_batch(rng, mixed):
     z_BV, settings, position_B = mixed
-    tokens, logprobs = map(np.asarray, draw(z_BV, settings, position_B))
+    tokens, logprobs, _ = map(np.asarray, draw(z_BV, settings, position_B))
     shuffled = rng.permutation(64)
-    other, _ = draw(z_BV[shuffled], SamplingParams(*(x[shuffled] for x in settings)), position_B[shuffled])
+    other, _, _ = draw(z_BV[shuffled], SamplingParams(*(x[shuffled] for x in settings)), position_B[shuffled])
     np.testing.assert_array_equal(other, tokens[shuffled])
     for b in range(64):
         alone = draw(z_BV[b : b + 1], SamplingParams(*(x[b : b + 1] for x in settings)), position_B[b])
@@ -178,11 +237,27 @@ def test_a_row_draws_the_same_token_alone_and_in_any_batch(rng, mixed):
         np.testing.assert_allclose(alone[1][0], logprobs[b], rtol=1e-5, atol=1e-6)  # sums over V may be ordered otherwise
 
 
-def test_logprobs_are_those_of_the_model_whatever_the_filters(mixed):
+def test_logprobs_are_those_of_the_model_and_of_the_distribution_drawn_from(mixed):
     z_BV, settings, position_B = mixed
-    tokens, logprobs = map(np.asarray, draw(z_BV, settings, position_B))
+    tokens, logprobs, drawn = map(np.asarray, draw(z_BV, settings, position_B))
     wanted = special.log_softmax(z_BV.astype(np.float64), axis=1)[np.arange(64), tokens]
     np.testing.assert_allclose(logprobs, wanted, rtol=1e-6, atol=4e-6)  # float32 logits of size 10 round by 1e-6
+    hot = settings.temperature > 0
+    for b in np.flatnonzero(hot):
+        own = {name: column[b] for name, column in settings._asdict().items() if name != "seed"}
+        np.testing.assert_allclose(drawn[b], np.log(reference(z_BV[b], **own)[tokens[b]]), rtol=1e-6, atol=1e-5)  # twice that, at T 0.5
+    np.testing.assert_array_equal(drawn[~hot], logprobs[~hot])
+
+
+def test_the_two_logprobs_are_equal_where_nothing_changes_the_distribution(mixed):
+    z_BV, settings, position_B = mixed
+    _, logprobs, drawn = draw(z_BV, params(64, seed=settings.seed), position_B)
+    np.testing.assert_array_equal(drawn, logprobs)
+    half = settings._replace(temperature=np.where(np.arange(64) % 2, 1.0, 0.5).astype(np.float32), top_k=0 * settings.top_k)
+    half = half._replace(top_p=1 + 0 * settings.top_p, min_p=0 * settings.min_p)
+    _, logprobs, drawn = map(np.asarray, draw(z_BV, half, position_B))
+    np.testing.assert_array_equal(drawn[1::2], logprobs[1::2])
+    assert (drawn[::2] != logprobs[::2]).any()
 
 
 @pytest.mark.parametrize(("seed_step", "position_step"), [(0, 1), (1, 0), (1, -1)])
@@ -190,8 +265,8 @@ def test_draws_of_neighbouring_seeds_and_positions_are_independent(rng, seed_ste
     z_BV = np.full((DRAWS, 11), -np.inf, np.float32)
     z_BV[:, :4] = rng.normal(size=4)
     seed, position = int(rng.integers(2**20)), int(rng.integers(1, 1000))
-    one, _ = draw(z_BV, params(DRAWS, seed=2 * np.arange(DRAWS) + seed), np.int32(position))
-    two, _ = draw(z_BV, params(DRAWS, seed=2 * np.arange(DRAWS) + seed + seed_step), np.int32(position + position_step))
+    one, _, _ = draw(z_BV, params(DRAWS, seed=2 * np.arange(DRAWS) + seed), np.int32(position))
+    two, _, _ = draw(z_BV, params(DRAWS, seed=2 * np.arange(DRAWS) + seed + seed_step), np.int32(position + position_step))
     table = np.zeros((4, 4))
     np.add.at(table, (np.asarray(one), np.asarray(two)), 1)
     assert stats.chi2_contingency(table + 1).pvalue > P_VALUE  # + 1: no empty row, which the test could not take
