@@ -39,10 +39,10 @@ quickstart: setup
 	$(BIN)/python -m mint_jax.launch --config=$(CONFIG) --workdir=$(WORKDIR)
 
 test: setup-dev
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -q -ra --durations=25 -n $(JOBS) --dist loadfile
 
 test-slow: setup-dev
-	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest -q -ra --durations=25 -m slow
 
 bench: setup-dev
 	for name in train_vs_peft concurrent_grpo handoff moe_step load_base packed_load catalog_scale switch; do \

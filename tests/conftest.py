@@ -22,6 +22,7 @@ from mint_jax import host
 from mint_jax.mesh import make_mesh, single_device_mesh
 from mint_jax.models import base as base_lib
 from tests import oracles
+from tests.at_once import pytest_configure as pytest_configure
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 host.use_compilation_cache(base_lib.cache_dir() / "compiled-tests")
