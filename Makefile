@@ -1,4 +1,4 @@
-# make quickstart | test | bench | lint, each from a fresh clone: they make .venv first. PYTHON= chooses the interpreter.
+# make quickstart | test | bench | figures | lint, each from a fresh clone: they make .venv first. PYTHON= chooses the interpreter.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -16,7 +16,7 @@ export JAX_PLATFORMS ?= $(if $(filter cuda tpu,$(EXTRAS)),,cpu)
 # Each set of extras has a stamp of its own, so that asking for another one installs it.
 SETUP := $(VENV)/.setup$(if $(EXTRAS),-with-$(EXTRAS))
 
-.PHONY: setup setup-dev quickstart test test-slow bench lint format clean
+.PHONY: setup setup-dev quickstart test test-slow bench figures lint format clean
 
 setup: $(SETUP)
 setup-dev: $(VENV)/.setup-dev
@@ -45,9 +45,14 @@ test-slow: setup-dev
 	$(BIN)/python -m pytest -q -ra --durations=25 -m slow
 
 bench: setup-dev
-	for name in train_vs_peft concurrent_grpo handoff moe_step load_base packed_load catalog_scale switch; do \
-	  $(BIN)/python -m mint_jax.launch --config=configs/bench/$$name.py:ci --workdir=runs/bench/$$name || exit 1; \
+	for config in configs/bench/*.py; do \
+	  $(BIN)/python -m mint_jax.launch --config=$$config:ci --workdir=runs/bench/$$(basename $$config .py) || exit 1; \
 	done
+
+# Measures again what the pages quote, an hour on two idle cores, and writes their tables; FIGURES=--pods what is compiled for pods.
+FIGURES ?=
+figures: setup-dev
+	$(BIN)/python -m mint_jax.figures $(FIGURES)
 
 lint: setup-dev
 	$(BIN)/ruff check .

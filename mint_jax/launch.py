@@ -48,7 +48,7 @@ def main(argv: list[str]) -> None:
             raise UserError(f"job {config.job!r} runs in one process, and {multihost.count()} have joined: start it on one host alone")
     host.use_compilation_cache(cache_dir() / "compiled")
     job = importlib.import_module(JOBS[config.job])
-    finish(job.run(config, workdir), workdir)
+    finish(job.run(config, workdir), workdir, config)
     multihost.barrier("end")
 
 

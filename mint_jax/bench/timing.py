@@ -1,14 +1,26 @@
-"""How benches measure: sides run in turn in one process, medians, and what a large matmul reaches here for scale."""
+"""How benches measure: sides run in turn in one process, medians with their intervals, and what a large matmul reaches here.
 
+A *figure* is ``{"median": m, "interval": [low, high], "n": n}``: what a report says of everything it measured. The interval of
+a sample's quantile has its ends at order statistics (95 % by the normal approximation of the binomial; at n = 5 smallest and
+largest, which hold the median of any continuous distribution with 94 %); that of a ratio of medians is the 95 % percentile
+bootstrap over rounds, in each of which both sides ran. ``percentile`` and ``mean`` figures name their value so.
+"""
+
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from mint_jax.metrics import Progress
+
+Figure = dict[str, Any]
+VALUES = ("median", "mean", "percentile")  # what the value of a figure may be
+BOOTSTRAPS = 4000
 
 
 def in_turn(what: str, sides: Mapping[str, Callable[[], Any]], n: int, warm: int = 1) -> dict[str, list[float]]:
@@ -37,9 +49,76 @@ def medians(times: Mapping[str, list[float]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def ratio(times: Mapping[str, list[float]], slow: str, fast: str) -> float:
-    """How many times longer ``slow`` took than ``fast``, by their medians."""
-    return round(statistics.median(times[slow]) / statistics.median(times[fast]), 3)
+def median(values: Iterable[float], scale: float = 1.0) -> Figure:
+    """The median of a sample, times ``scale``."""
+    return _quantile(values, 0.5, scale, "median")
+
+
+def medians_of(times: Mapping[str, list[float]], scale: float = 1.0) -> dict[str, Figure]:
+    """``median`` of every side."""
+    return {name: median(values, scale) for name, values in times.items()}
+
+
+def percentile(values: Iterable[float], q: float, scale: float = 1.0) -> Figure:
+    """The q-th percentile of a sample, times ``scale``."""
+    return _quantile(values, q / 100, scale, "percentile")
+
+
+def _quantile(values: Iterable[float], q: float, scale: float, name: str) -> Figure:
+    ordered = np.sort(np.fromiter(values, np.float64)) * scale
+    n = len(ordered)
+    half = 1.96 * math.sqrt(n * q * (1 - q))
+    low, high = max(0, math.floor(n * q - half)), min(n - 1, math.ceil(n * q + half))
+    return {name: _short(np.quantile(ordered, q)), "interval": [_short(ordered[low]), _short(ordered[high])], "n": n}
+
+
+def mean(values: Iterable[float]) -> Figure:
+    """The mean of a sample with its 95 % bootstrap interval."""
+    x = np.fromiter(values, np.float64)
+    draws = np.random.default_rng(0).integers(0, len(x), (BOOTSTRAPS, len(x)))
+    return {"mean": _short(x.mean()), "interval": _ends(x[draws].mean(axis=1)), "n": len(x)}
+
+
+def ratio(times: Mapping[str, list[float]], slow: str, fast: str, less: float = 0.0) -> Figure:
+    """How many times longer ``slow`` took than ``fast``, by their medians; ``less`` is subtracted (1 makes it an overhead)."""
+    a, b = (np.array(times[name]) for name in (slow, fast))
+    draws = np.random.default_rng(0).integers(0, len(a), (BOOTSTRAPS, len(a)))
+    ratios = np.median(a[draws], axis=1) / np.median(b[draws], axis=1)
+    return {"median": _short(np.median(a) / np.median(b) - less), "interval": _ends(ratios - less), "n": len(a)}
+
+
+def merge(runs: Sequence[Any]) -> Any:
+    """Several runs' reports as one: what all of them say stays, numbers become figures (median, smallest and largest), and
+    other values lists."""
+    first = runs[0]
+    if isinstance(first, dict):
+        return {key: merge([run[key] for run in runs]) for key in first}
+    if isinstance(first, list) and all(isinstance(run, list) and len(run) == len(first) for run in runs):
+        return [merge(items) for items in zip(*runs, strict=True)]
+    if all(run == first for run in runs) and not isinstance(first, float):
+        return first
+    if all(isinstance(run, int | float) for run in runs):
+        return {"median": _short(statistics.median(runs)), "interval": [min(runs), max(runs)], "n": len(runs)}
+    return list(runs)
+
+
+def value(figure: Any) -> float:
+    """The number of a figure, or of a plain number."""
+    return next(figure[name] for name in VALUES if name in figure) if isinstance(figure, dict) else figure
+
+
+def is_figure(tree: Any) -> bool:
+    """Whether a part of a report is a figure."""
+    return isinstance(tree, dict) and {"interval", "n"} <= tree.keys() and any(name in tree for name in VALUES)
+
+
+def _ends(values: np.ndarray) -> list[float]:
+    return [_short(x) for x in np.percentile(values, (2.5, 97.5))]
+
+
+def _short(x: Any) -> float:
+    """Five significant digits."""
+    return float(f"{float(x):.5g}")
 
 
 class Matmul:

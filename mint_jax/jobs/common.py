@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from mint_jax import host, mesh, multihost
+from mint_jax.bench import stamp
 from mint_jax.errors import UserError
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.metrics import Progress
@@ -37,13 +38,12 @@ def say(message: str) -> None:
         print(message, file=sys.stderr, flush=True)
 
 
-def finish(result: dict[str, Any], workdir: Path) -> None:
-    """Writes ``result.json`` and prints the same object as the last line."""
+def finish(result: dict[str, Any], workdir: Path, config: Config) -> None:
+    """Prints the result as the last line, and writes it to ``result.json`` with the stamp that says where it comes from."""
     if not multihost.is_main():
         return
-    text = json.dumps(result)
-    (workdir / "result.json").write_text(text + "\n")
-    print(text, flush=True)
+    (workdir / "result.json").write_text(json.dumps(result | {"stamp": stamp.stamp(_plain(config))}) + "\n")
+    print(json.dumps(result), flush=True)
 
 
 def save_config(config: Config, workdir: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LEVELS = [
-    {"launch"},
+    {"launch", "figures"},  # figures runs it
     {"jobs"},
     {"bench", "aot", "service"},
     {"train", "rollout", "catalog", "residency", "envs"},

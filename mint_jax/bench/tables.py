@@ -1,0 +1,345 @@
+"""The tables of the README and of docs/numbers.md, made from the reports under ``notebooks/reports``.
+
+Between ``<!-- figures:NAME -->`` and ``<!-- /figures -->`` of a page stands what ``TABLES[NAME]`` makes, and a test holds it so.
+A row's text and figure are templates: ``{path.to.field|format}`` is read from the row's report, ``{other:path|format}`` from
+another; an entry of a list is found by its ``name`` or as ``last``. Formats in ``MEASURED`` are for what was measured and show the interval
+and n of the figure in a column of their own; those in ``PLAIN`` are for what is counted or set.
+
+``python -m mint_jax.bench.tables`` writes the pages.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mint_jax.bench import stamp, timing
+
+CPU = stamp.ROOT / "notebooks" / "reports" / "cpu-2-cores"
+PODS = stamp.ROOT / "notebooks" / "reports" / "tpu-aot"
+PAGES = (stamp.ROOT / "README.md", stamp.ROOT / "docs" / "numbers.md")
+BASES = ("qwen3_4b", "qwen3_30b_a3b", "qwen3_235b_a22b", "kimi_k2", "glm_5")
+_BLOCK = re.compile(r"(<!-- figures:(\w+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
+_FIELD = re.compile(r"\{(?:(\w+):)?([\w.]+)\|(\w+)\}")
+
+
+class Row(NamedTuple):
+    """One line of a table.
+
+    Attributes:
+        text, figure: templates.
+        report: whose fields they name, unless they name another.
+        command: how to repeat it.
+        headline: also in the README.
+    """
+
+    text: str
+    figure: str
+    report: str
+    command: str
+    headline: bool = False
+
+
+def _bench(name: str, *rows: tuple[str, str], headline: Iterable[int] = (), command: str = "") -> list[Row]:
+    command = command or f"`configs/bench/{name}.py`"
+    return [Row(text, figure, name, command, k in headline) for k, (text, figure) in enumerate(rows)]
+
+
+def _both(one: str, other: str, what: str) -> str:
+    """Before and after of two policies."""
+    return ", ".join(f"{{policies.{name}.{what}_before|3}} → {{policies.{name}.{what}_after|3}}" for name in (one, other))
+
+
+_SPARSE = (
+    "GRPO with LoRA on routed experts of a tiny latent-attention base, held-out reward of two policies",
+    "the same when the trainer's router differs from the sampler's, with replay of the sampled experts",
+    "the same without replay",
+)
+_REWARDS = _both("experts", "everything", "reward")
+ROWS = [
+    *_bench(
+        "handoff",
+        (
+            "from an optimizer step to weights that can be sampled, SmolLM2 rank 8: merged checkpoint through disk / adapter in memory",
+            "{handoff_ratio|times}",
+        ),
+        ("the same for a random base of {large.base|text}, rank 32", "{large.handoff_ratio|times}"),
+        ("the same, SmolLM2, with the next {new_tokens|count} tokens, whose sampling is most of the time on a CPU", "{step_ratio|times}"),
+        ("bytes handed over, SmolLM2: merged checkpoint / adapter", "{bytes.merged_disk|count} / {bytes.adapter_memory|count}"),
+        headline=[0],
+    ),
+    *_bench(
+        "concurrent_grpo",
+        ("{steps|count} GRPO steps of 3 policies over SmolLM2, 4 rollouts each: one after another / batched", "{ratio_3|times}"),
+        ("{steps|count} GRPO steps of 8 policies: one after another / batched", "{ratio_8|times}"),
+        (
+            "the same of 3 policies where a reward takes 1 s: one after another / overlapped, / batched",
+            "{ratio_3_waiting_overlapped|times}, {ratio_3_waiting|times}",
+        ),
+        ("peak memory of the batched schedule over the sequential one, 8 policies", "{memory_8.peak_memory_ratio|ratio}"),
+        headline=[1],
+    ),
+    *_bench(
+        "train_vs_peft",
+        (
+            "one training step of {policies|count} policies, GRPO groups of {rows|count} × {tokens|count} tokens that share their prompt, "
+            "float32: torch + PEFT, {policies|count} updates / ours",
+            "{ratio_train|times}",
+        ),
+        ("the same with rows that share nothing", "{ratio_train_distinct|times}"),
+        (
+            "sampling with {policies|count} adapters in one batch: PEFT's mixed batch / ours; share of greedy tokens that are equal",
+            "{ratio_sample|times}; {sample_same_tokens|share}",
+        ),
+        headline=[0, 2],
+    ),
+    Row(
+        "SFT on SmolLM2, 20 steps, held-out loss of two policies",
+        _both("bracket", "adder", "loss"),
+        "sft",
+        "`configs/sft/smollm2.py`",
+    ),
+    Row(
+        "DPO on SmolLM2, 20 steps, held-out reward margin of two policies",
+        _both("adder", "larger", "margin"),
+        "dpo",
+        "`configs/dpo/smollm2.py`",
+    ),
+    Row(_SPARSE[0], _REWARDS, "grpo_moe", "`configs/tiny/pretrain_moe.py`, then `grpo_moe.py`"),
+    Row(_SPARSE[1], _REWARDS, "grpo_moe_noise", "the same, `--config.router_noise=0.3`"),
+    Row(_SPARSE[2], _REWARDS, "grpo_moe_noise_no_replay", "and `--config.replay=False`"),
+    *_bench(
+        "moe_step",
+        (
+            "adapters of 1 / 8 / 64 policies, rank {rank|count}, on a layer of {size.experts|count} experts of Qwen3-30B-A3B's shape, "
+            "{size.rows|count} × {size.tokens|count} tokens: forward and backward over the bare base",
+            "{forward_backward_overhead.1|percent} / {forward_backward_overhead.8|percent} / {forward_backward_overhead.64|percent}",
+        ),
+        ("the same, forward alone", "{forward_overhead.1|percent} / {forward_overhead.8|percent} / {forward_overhead.64|percent}"),
+        (
+            "adapters as `ragged_dot` over (expert, slot) groups / ours, 8 policies, on a smaller layer of "
+            "{ragged_size.experts|count} experts, {ragged_size.d_model|count} × {ragged_size.width|count}, "
+            "{ragged_size.rows|count} × {ragged_size.tokens|count} tokens",
+            "{ratio_ragged|times}",
+        ),
+        headline=[0],
+    ),
+    *_bench(
+        "catalog_scale",
+        (
+            "a catalog of {entries|count} revisions of 2.4 KB: made in / disk / files / memory of the process",
+            "{sizes.last.create_s|s} / {bytes|GB} / {files|count} / {rss_bytes|MB}",
+        ),
+        (
+            "resolving a name in a catalog of {entries|count} revisions, {requests|count} requests: median / 99th percentile / errors",
+            "{resolve_p50_ms|ms} / {resolve_p99_ms|ms} / {errors|count}",
+        ),
+        ("a cold load from it into a slot, files in the page cache: median / 99th percentile", "{cold_p50_ms|ms} / {cold_p99_ms|ms}"),
+        ("the same from the disk", "{sizes.last.disk.p50_ms|ms} / {sizes.last.disk.p99_ms|ms}"),
+        headline=[1],
+        command="`configs/bench/catalog_scale.py:million`",
+    ),
+    *_bench(
+        "switch",
+        (
+            "promotions and rollbacks of {sqlite.entries|count} entries under traffic: stale reads on SQLite, of those that had "
+            "one right answer; on PostgreSQL",
+            "{sqlite.stale_reads|count} of {sqlite.decided|count}; {postgres.stale_reads|count} of {postgres.decided|count}",
+        ),
+        ("median promotion on SQLite / PostgreSQL under that traffic", "{sqlite.promote.p50_ms|ms} / {postgres.promote.p50_ms|ms}"),
+        ("the same without traffic", "{sqlite.quiet.promote.p50_ms|ms} / {postgres.quiet.promote.p50_ms|ms}"),
+        headline=[0],
+    ),
+    *_bench(
+        "packed_load",
+        (
+            "a rank-1 adapter of Qwen3-30B-A3B's experts from file to device slot: {tensors.unpacked|count} tensors of a PEFT file, "
+            "an array for each / one packed object",
+            "{ratio_packed|times}",
+        ),
+        (
+            "the same: tensors stacked on the host first / {tensors.middle|count} stacked tensors / a small dense adapter "
+            "by PEFT's `load_adapter`",
+            "{ratio_stacked_on_host|times} / {ratio_672|times} / {ratio_peft_load_adapter|times}",
+        ),
+        (
+            "16 different cold adapters at once over one, which keeps both cores busy already; loads when one is asked for 16 times",
+            "{cold16_over_1|times}; {same16_loads|count}",
+        ),
+        ("99th percentile of a decode step while adapters load, over that without", "{decode_pause_p99|ratio}"),
+        ("bytes that the host cache takes, over those it counts", "{host_bytes_ratio|ratio}"),
+        headline=[0],
+    ),
+    Row(
+        "MLflow's registry / ours at {mlflow.entries|count} entries on SQLite: register, resolve, move an alias "
+        "(ours also stores the payload)",
+        "{mlflow.ratio_register|times}, {mlflow.ratio_resolve|times}, {mlflow.ratio_move|times}",
+        "catalog_against_mlflow",
+        "`configs/bench/catalog_scale.py` with `mlflow-skinny`, `--config.entries='(10000,)'`",
+    ),
+    *_bench(
+        "load_base",
+        (
+            "peak host memory while a {checkpoint_bytes|GB} indexed checkpoint loads / its bytes: bfloat16, int8, float8",
+            "{loads.bfloat16.rss_over_share|ratio}, {loads.int8.rss_over_share|ratio}, {loads.float8.rss_over_share|ratio}",
+        ),
+        (
+            "SmolLM2 with 8-bit matrices against float32 on {quantised.int8.tokens|count} tokens: KL of the next token in nats, "
+            "int8 / float8",
+            "{quantised.int8.kl_nats|3} / {quantised.float8.kl_nats|3}",
+        ),
+    ),
+]
+
+TASKS = {
+    "adder": "sum of two digits, bare answer",
+    "bracket": "a word in square brackets",
+    "copier": "repeat a word, nothing else",
+    "larger": "larger of two digits, bare answer",
+}
+
+
+def _digits(x: float) -> str:
+    """Three significant digits, thousands apart, whole from 100 on."""
+    return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}" if x == 0 or abs(x) >= 10 else f"{x:.{2 if abs(x) >= 1 else 3}f}"
+
+
+MEASURED: dict[str, tuple[Callable[[float], str], str]] = {  # format -> number, unit
+    "times": (_digits, "×"),
+    "ratio": (lambda x: f"{x:.2f}", ""),
+    "percent": (lambda x: f"{100 * x:+.3g}", " %"),
+    "s": (_digits, " s"),
+    "ms": (lambda x: f"{x:.2g}" if x < 1 else f"{x:.1f}", " ms"),
+    "3": (lambda x: f"{x:.3f}", ""),
+}
+PLAIN: dict[str, Callable[[Any], str]] = {
+    "count": lambda x: f"{timing.value(x):,.0f}",
+    "MB": lambda x: f"{timing.value(x) / 1e6:,.0f} MB",
+    "GB": lambda x: f"{timing.value(x) / 1e9:.1f} GB",
+    "share": lambda x: f"{x:.3f}",
+    "text": str,
+}
+
+
+class Reports:
+    """The committed reports of a folder, and which of them were looked at."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._loaded: dict[str, dict[str, Any]] = {}
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        if name not in self._loaded:
+            self._loaded[name] = stamp.load(self.folder / f"{name}.json")
+        return self._loaded[name]
+
+    def field(self, name: str, path: str) -> Any:
+        """The value behind ``path.to.field``.
+
+        Raises:
+            KeyError: with report and path.
+        """
+        found: Any = self[name]
+        for key in path.split("."):
+            if isinstance(found, list):
+                found = {row.get("name"): row for row in found} | {"last": found[-1]}
+            if not isinstance(found, Mapping) or key not in found:
+                raise KeyError(f"report {name} has no {path}")
+            found = found[key]
+        return found
+
+    def where(self) -> str:
+        """Where and at which commit the reports that were looked at were measured."""
+        groups: dict[str, list[str]] = {}
+        for name, report in self._loaded.items():
+            groups.setdefault(source(report), []).append(name)
+        if len(groups) == 1:
+            return f"Measured {next(iter(groups))}."
+        return "Measured " + "; ".join(f"{of} ({', '.join(names)})" for of, names in groups.items()) + "."
+
+
+def source(report: Mapping[str, Any]) -> str:
+    """Commit, machine and versions of a report, as a page says them."""
+    if "stamp" not in report:
+        return "before reports carried their commit"
+    at = report["stamp"]
+    machine, versions = at["machine"], at["versions"]
+    changed = " with changes" if at["dirty"] else ""
+    cores, memory = machine["cores"], machine["memory_bytes"] / 1e9
+    return f"at `{at['commit'][:10]}`{changed} on {machine['cpu']}, {cores} cores, {memory:.0f} GB; jax {versions['jax']}"
+
+
+def _rows(rows: Iterable[Row]) -> str:
+    reports = Reports(CPU)
+    lines = ["| what | figure | 95 % interval, n | how to repeat it |", "| --- | --- | --- | --- |"]
+    for row in rows:
+        spread: list[str] = []
+        text, figure = (_fill(template, row.report, reports, spread) for template in (row.text, row.figure))
+        lines.append(f"| {text} | {figure} | {' / '.join(spread)} | {row.command} |")
+    lines += ["", reports.where()]
+    return "\n".join(lines) + "\n"
+
+
+def _fill(template: str, report: str, reports: Reports, spread: list[str]) -> str:
+    """A template with its fields; intervals and n go to ``spread``."""
+
+    def fill(match: re.Match) -> str:
+        found = reports.field(match[1] or report, match[2])
+        if match[3] in PLAIN:
+            return PLAIN[match[3]](found)
+        number, unit = MEASURED[match[3]]
+        if timing.is_figure(found):
+            low, high = map(number, found["interval"])
+            spread.append(f"{low} to {high}, {found['n']:,}")
+        return number(timing.value(found)) + unit
+
+    return _FIELD.sub(fill, template)
+
+
+def _quickstart() -> str:
+    reports = Reports(CPU)
+    report = reports["quickstart"]
+    wall, memory = report["wall_s"], report["rss_bytes"]
+    lines = [
+        f"{wall['n']} runs, seeds 0 and 1, from an empty compilation cache: {wall['interval'][0]:.0f} and {wall['interval'][1]:.0f} s, "
+        f"{max(memory['interval']) / 1e9:.1f} GB of",
+        "memory at most; rewards are means of the runs, in brackets smallest and largest:",
+        "",
+        "| policy | task | rank | held-out reward, base | after | adapter bytes | of the base |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for p in report["policies"]:
+        before, after = p["reward_before"], p["reward_after"]
+        cells = (
+            p["name"],
+            TASKS[p["name"]],
+            p["rank"],
+            f"{timing.value(before):.3f}",
+            f"{timing.value(after):.3f} ({after['interval'][0]:.3f} to {after['interval'][1]:.3f})",
+            f"{p['adapter_bytes']:,}",
+            f"{timing.value(p['base_percent']):.1f} %",
+        )
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join([*lines, "", reports.where()]) + "\n"
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "quickstart": _quickstart,
+    "headline": lambda: _rows(row for row in ROWS if row.headline),
+    "all": lambda: _rows(ROWS),
+}
+
+
+def render(text: str) -> str:
+    """A page with its tables made anew."""
+    return _BLOCK.sub(lambda match: match[1] + TABLES[match[2]]() + match[3], text)
+
+
+def write() -> None:
+    """Writes all pages."""
+    for page in PAGES:
+        page.write_text(render(page.read_text()))
+
+
+if __name__ == "__main__":
+    write()

@@ -1,0 +1,204 @@
+"""Measures everything that the pages quote: one report after another, each a job in a process of its own, then the tables.
+
+    python -m mint_jax.figures             all of it on this machine, about an hour on two idle cores
+    python -m mint_jax.figures --pods      the programs compiled for pods, about half an hour
+    python -m mint_jax.figures --only=handoff,sft
+
+A report that was measured at this commit is not measured again (its folder below the workdir removed, it is), so a run that was
+stopped goes on by the same command. Reports and pictures go to ``notebooks/reports``, then the pages' tables are made anew.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mint_jax.bench import stamp, tables, timing
+from mint_jax.errors import UserError
+from mint_jax.metrics import clock
+
+UNSTAMPED = stamp.ROOT / "notebooks" / "reports" / "unstamped.txt"  # reports from before stamps, until they are measured again
+
+
+class Run(NamedTuple):
+    """One report.
+
+    Attributes:
+        name: of its file.
+        config: of the job; a size behind a colon.
+        minutes: it takes, roughly, on two idle cores.
+        options: of the command line; ``{workdir}`` is the program's own.
+        seeds: one run each, merged into one report; none for a job that has no seed or repeats its work itself.
+        pictures: file that the job draws -> name beside the reports.
+        empty_cache: start from an empty cache of compiled programs and of converted bases.
+        committed: whether a report is made of it; else it only prepares what follows.
+        folder: of the report.
+    """
+
+    name: str
+    config: str
+    minutes: float
+    options: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = ()
+    pictures: tuple[tuple[str, str], ...] = ()
+    empty_cache: bool = False
+    committed: bool = True
+    folder: Path = tables.CPU
+
+
+_SPARSE_BASE = "--config.base={workdir}/pretrain_moe/run/base"
+_MLFLOW = "--config.peer.python={workdir}/mlflow/bin/python"
+_SEEDS = (0, 1, 2)
+RUNS = (
+    Run("quickstart", "quickstart.py", 11, seeds=(0, 1), pictures=(("rewards.png", "quickstart_rewards.png"),), empty_cache=True),
+    Run("sft", "sft/smollm2.py", 2, seeds=_SEEDS),
+    Run("dpo", "dpo/smollm2.py", 3, seeds=_SEEDS),
+    Run("pretrain_moe", "tiny/pretrain_moe.py", 1, committed=False),
+    Run("grpo_moe", "tiny/grpo_moe.py", 2, (_SPARSE_BASE,), _SEEDS),
+    Run("grpo_moe_noise", "tiny/grpo_moe.py", 1, (_SPARSE_BASE, "--config.router_noise=0.3"), _SEEDS),
+    Run("grpo_moe_noise_no_replay", "tiny/grpo_moe.py", 2, (_SPARSE_BASE, "--config.router_noise=0.3", "--config.replay=False"), _SEEDS),
+    Run("train_vs_peft", "bench/train_vs_peft.py", 5),
+    Run("concurrent_grpo", "bench/concurrent_grpo.py", 5, pictures=(("crossover.png", "concurrent_grpo_crossover.png"),)),
+    Run("handoff", "bench/handoff.py", 4),
+    Run("moe_step", "bench/moe_step.py", 4, pictures=(("moe_step.png", "moe_step.png"),)),
+    Run("load_base", "bench/load_base.py", 3),
+    Run("packed_load", "bench/packed_load.py", 4),
+    Run("catalog_scale", "bench/catalog_scale.py:million", 9, pictures=(("catalog_scale.png", "catalog_scale.png"),)),
+    Run("switch", "bench/switch.py", 2),
+    Run(
+        "catalog_against_mlflow",
+        "bench/catalog_scale.py",
+        3,
+        ("--config.entries=(10000,)", _MLFLOW),
+    ),
+)
+_SMALLEST = ("--config.topology=smallest", "--config.chip=v5p")
+POD_RUNS = tuple(
+    Run(name, f"scale_up/{name.removesuffix('_smallest')}.py", 4, options, pictures=pictures, folder=tables.PODS)
+    for name, options, pictures in (
+        *((name, (), (("scale_up.png", f"{name}.png"),)) for name in tables.BASES),
+        ("kimi_k2_smallest", _SMALLEST, ()),
+    )
+)
+
+
+def command(run: Run, workdir: Path, folder: Path, seed: int | None) -> list[str]:
+    """The job's command line, as a user would give it."""
+    options = [option.format(workdir=workdir) for option in run.options]
+    seeded = [] if seed is None else [f"--config.seed={seed}"]
+    return ["-m", "mint_jax.launch", f"--config=configs/{run.config}", f"--workdir={folder}", *options, *seeded]
+
+
+def measure(run: Run, workdir: Path) -> dict[str, Any]:
+    """Runs the job, once for each seed, in a new process from the checkout's folder; returns one report.
+
+    Raises:
+        UserError: the job failed; with its log.
+    """
+    results, environment = [], dict(os.environ)
+    for seed in run.seeds or (None,):
+        folder = workdir / run.name / ("run" if seed is None else f"seed{seed}")
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        if run.empty_cache:
+            environment["MINT_JAX_CACHE"] = str(folder / "cache")
+        arguments, log = command(run, workdir, folder, seed), folder / "log"
+        with log.open("w") as out:
+            status = subprocess.run([sys.executable, *arguments], cwd=stamp.ROOT, env=environment, stdout=out, stderr=out).returncode
+        if status:
+            raise UserError(f"{run.name} ended with status {status}: see {log}")
+        results.append(stamp.load(folder / "result.json"))
+    return report_of(run, workdir, results)
+
+
+def report_of(run: Run, workdir: Path, results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What is committed of a job's results: merged where there are several, with the stamp of the first and the command."""
+    results = [dict(result) for result in results]
+    stamps = [result.pop("stamp") for result in results]
+    if len({at["commit"] for at in stamps}) > 1:
+        raise UserError(f"{run.name} was measured at several commits: remove {workdir / run.name} and measure it again")
+    plain = ["python", *command(run, Path("runs/figures"), Path("runs") / run.name, None)]
+    merged = timing.merge(results) if len(results) > 1 else results[0]
+    extra = {"command": " ".join(plain)} | ({"seeds": list(run.seeds)} if run.seeds else {})
+    return stamp.without_paths(merged | extra | {"stamp": stamps[0]})
+
+
+def publish(run: Run, workdir: Path, report: dict[str, Any], unstamped: Path = UNSTAMPED) -> None:
+    """Puts a report and its pictures beside the others, and strikes it off the list of those without a stamp."""
+    run.folder.mkdir(parents=True, exist_ok=True)
+    path = run.folder / f"{run.name}.json"
+    path.write_text(json.dumps(report, indent=1) + "\n")
+    source = workdir / run.name / (f"seed{run.seeds[0]}" if run.seeds else "run")
+    for drawn, name in run.pictures:
+        (run.folder / name).write_bytes((source / drawn).read_bytes())
+    if unstamped.is_file():
+        left = [line for line in unstamped.read_text().splitlines() if line != f"{run.folder.name}/{run.name}"]
+        unstamped.write_text("".join(f"{line}\n" for line in left)) if left else unstamped.unlink()
+
+
+def is_current(path: Path, commit: str | None) -> bool:
+    """Whether a kept report is of this commit and of nothing but it."""
+    if not path.is_file():
+        return False
+    at = stamp.load(path)["stamp"]
+    return at["commit"] == commit and not at["dirty"]
+
+
+def run_all(runs: Sequence[Run], workdir: Path) -> None:
+    """Measures, publishes, and says how far it is.
+
+    Raises:
+        UserError: the code has changes that no commit has, so that no commit could be named.
+    """
+    here = stamp.code()
+    if here["dirty"]:
+        raise UserError("the code has uncommitted changes: commit them first, for every report names its commit")
+    if (load := os.getloadavg()[0]) > 0.5:
+        print(f"this machine is not idle (load {load:.1f}): times will be longer than they need be", file=sys.stderr)
+    began = time.monotonic()
+    for k, run in enumerate(runs):
+        left = sum(run.minutes for run in runs[k:])
+        print(f"[figures] {k + 1}/{len(runs)} {run.name} ({clock(time.monotonic() - began)}, {clock(60 * left)} left)", file=sys.stderr)
+        kept, since = workdir / run.name / "report.json", time.monotonic()
+        if not is_current(kept, here["commit"]):
+            _prepare(run, workdir)
+            report = measure(run, workdir)
+            kept.write_text(json.dumps(report) + "\n")
+            print(f"[figures] {run.name} took {clock(time.monotonic() - since)}", file=sys.stderr)
+        if run.committed:
+            publish(run, workdir, stamp.load(kept))
+    tables.write()
+
+
+def _prepare(run: Run, workdir: Path) -> None:
+    """An environment with MLflow for the run that needs one."""
+    python = workdir / "mlflow" / "bin" / "python"
+    if any("/mlflow/" in option for option in run.options) and not python.is_file():
+        subprocess.run([sys.executable, "-m", "venv", str(workdir / "mlflow")], check=True)
+        subprocess.run([str(python), "-m", "pip", "install", "--quiet", "mlflow-skinny", "sqlalchemy", "alembic"], check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--workdir", type=Path, default=Path("runs") / "figures")
+    parser.add_argument("--pods", action="store_true", help="the programs compiled for pods, in place of what runs here")
+    parser.add_argument("--only", default="", help="names of reports, with commas between")
+    given = parser.parse_args()
+    runs = POD_RUNS if given.pods else RUNS
+    if unknown := sorted(set(filter(None, given.only.split(","))) - {run.name for run in runs}):
+        parser.error(f"no report is named {unknown[0]}; there are {', '.join(run.name for run in runs)}")
+    chosen = [run for run in runs if not given.only or run.name in given.only.split(",")]
+    try:
+        run_all(chosen, given.workdir.resolve())
+    except UserError as error:
+        parser.exit(2, f"error: {error}\n")
+
+
+if __name__ == "__main__":
+    main()
