@@ -80,7 +80,7 @@ def _series(config: Any, job: Any, schedules: tuple[str, ...], reward_s: float, 
     times = timing.in_turn(what, {name: timed(name) for name in schedules}, config.n)
     slowest = "sequential"
     return {
-        "seconds": {name: round(s, 3) for name, s in timing.medians(times).items()},
+        "seconds": timing.medians_of(times),
         "ratio": {name: timing.ratio(times, slowest, name) for name in schedules if name != slowest},
         "tokens": {name: side.tokens for name, side in sides.items()},
         "max_difference": {name: _distance(results[slowest], results[name]) for name in schedules if name != slowest},
@@ -152,7 +152,7 @@ def _draw(curve: list[dict[str, Any]], count: int, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, ax = plt.subplots(figsize=(5, 3.4))
-    ax.plot([c["sampled_tokens_per_policy"] for c in curve], [c["ratio"] for c in curve], "o-")
+    ax.plot([c["sampled_tokens_per_policy"] for c in curve], [timing.value(c["ratio"]) for c in curve], "o-")
     ax.axhline(1.0, color="grey", lw=0.8)
     ax.set_xscale("log", base=2)
     ax.set_xlabel("sampled tokens per policy and step")

@@ -11,7 +11,6 @@ when the weights to sample with are ready; the first token is timed with it and 
 import dataclasses
 import os
 import shutil
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -147,16 +146,13 @@ def _measure(config: Any, paths: _Paths, what: str) -> dict[str, Any]:
         same &= len(said) == 1
         progress.update(k + 1, " ".join(f"{name} {values[-1]:.3f} s" for name, values in handoff.items() if values))
 
-    def middle(times: dict[str, list[float]]) -> dict[str, float]:
-        return {name: float(f"{statistics.median(values):.4g}") for name, values in times.items()}
-
     return {
         "handoff_ratio": timing.ratio(handoff, "merged_disk", "adapter_memory"),
         "first_token_ratio": timing.ratio(first, "merged_disk", "adapter_memory"),
         "step_ratio": timing.ratio(whole, "merged_disk", "adapter_memory"),
-        "handoff_s": middle(handoff),
-        "to_first_token_s": middle(first),
-        "handoff_and_tokens_s": middle(whole),
+        "handoff_s": timing.medians_of(handoff),
+        "to_first_token_s": timing.medians_of(first),
+        "handoff_and_tokens_s": timing.medians_of(whole),
         "bytes": dict(paths.bytes),
         "base_bytes": paths.base.nbytes,
         "same_first_token": same,

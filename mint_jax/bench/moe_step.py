@@ -1,9 +1,9 @@
 """What adapters add to a layer of routed experts: forward and backward with P policies against the bare base, and against
 the same adapters by ``jax.lax.ragged_dot`` over groups of (expert, slot).
 
-``lora_overhead_P`` is the time with P policies over the time without adapters, less 1. ``ratio_ragged`` is the other
+``forward_backward_overhead`` is the time with P policies over the time without adapters, less 1. ``ratio_ragged`` is the other
 formulation's time over ours, both with the same base products, so that only the adapters' differ; it runs at the smaller
-``config.ragged`` sizes, for on CPU ``ragged_dot`` multiplies every row by every group. ``parts`` times each
+``config.ragged`` sizes, which is the layer to quote it for: on CPU ``ragged_dot`` multiplies every row by every group. ``parts`` times each
 projection alone, with and without adapters. Attention is left out: it is the same on every side.
 
 Axes: N tokens, M rows (a token and one of its experts), E experts, X experts of a token, D model width, F expert width,
@@ -140,27 +140,25 @@ def run(config: Any, workdir: Path, **_: Any) -> dict[str, Any]:
         sides: dict[str, Any] = {str(count): stack.side(count, routed, backward) for count in (0, *config.policies)}
         matmul = timing.Matmul()
         times = timing.in_turn(name, sides | {"matmul": matmul}, config.n)
-        seconds = timing.medians(times)
-        report[f"{name}_matmul_gflop_per_s"] = round(matmul.flops / seconds.pop("matmul") / 1e9, 1)
-        report[f"{name}_seconds"] = {count: round(s, 4) for count, s in seconds.items()}
-        report[f"{name}_overhead"] = {str(count): round(timing.ratio(times, str(count), "0") - 1, 3) for count in config.policies}
+        report[f"{name}_overhead"] = {str(count): timing.ratio(times, str(count), "0", less=1) for count in config.policies}
+        report[f"{name}_matmul_gflop_per_s"] = round(matmul.flops / timing.medians(times)["matmul"] / 1e9, 1)
+        report[f"{name}_seconds"] = timing.medians_of(times)
     for count in config.policies:
-        report[f"lora_overhead_{count}"] = report["forward_backward_overhead"][str(count)]
         report[f"work_{count}"] = {name: round(value, 2) for name, value in stack.work(count).items()}
     middle = config.ragged_policies
-    report["parts_seconds"] = {name: round(s, 4) for name, s in _parts(stack, middle, config.n).items()}
+    report["parts_seconds"] = _parts(stack, middle, config.n)
 
     small = _Stack(config.ragged, config.rank, config.seed)
     sides = {"ours": small.side(middle, routed, True), "ragged": small.side(middle, ragged_routed, True), "matmul": timing.Matmul()}
     times = timing.in_turn("ragged_dot", sides, config.n)  # the matmul stands between the other's large arrays and our next turn
     report["ratio_ragged"] = timing.ratio(times, "ragged", "ours")
-    report["ragged_seconds"] = {name: round(s, 4) for name, s in timing.medians(times).items()}
+    report["ragged_seconds"] = timing.medians_of(times)
     report["ragged_difference"] = _difference(small, middle)
     _draw(report, workdir / "moe_step.png")
     return report
 
 
-def _parts(stack: _Stack, policies: int, n: int) -> dict[str, float]:
+def _parts(stack: _Stack, policies: int, n: int) -> dict[str, timing.Figure]:
     """Seconds of the stages of one layer's adapters and of its base, each alone, forward and backward."""
     size, M, P = stack.size, stack.visits, policies
     E, X = size.experts, size.per_token
@@ -201,7 +199,7 @@ def _parts(stack: _Stack, policies: int, n: int) -> dict[str, float]:
     sides = {f"{what}_{name}": each(what, name) for what in ("base", "adapters") for name in experts.NAMES}
     sides["sort"] = lambda: jax.block_until_ready(sort(expert_M, block_M))
     sides["gathers"] = there_and_back(gather, order, x_ND)
-    return timing.medians(timing.in_turn("parts", sides, n))
+    return timing.medians_of(timing.in_turn("parts", sides, n))
 
 
 def _difference(stack: _Stack, policies: int) -> float:
@@ -220,7 +218,12 @@ def _draw(report: dict[str, Any], path: Path) -> None:
     figure, ax = plt.subplots(figsize=(5, 3.4))
     for name in ("forward", "forward_backward"):
         overhead = report[f"{name}_overhead"]
-        ax.plot([int(count) for count in overhead], [100 * value for value in overhead.values()], "o-", label=name.replace("_", " + "))
+        ax.plot(
+            [int(count) for count in overhead],
+            [100 * timing.value(figure) for figure in overhead.values()],
+            "o-",
+            label=name.replace("_", " + "),
+        )
     ax.set_xscale("log", base=2)
     ax.set_ylim(bottom=0)
     ax.set_xlabel(f"policies of rank {report['rank']} in the batch")

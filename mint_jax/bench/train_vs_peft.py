@@ -137,11 +137,11 @@ def _train(name: str, workload: _Workload, config: Any, base: Base, trainer: Tra
     times = timing.in_turn(name, {"ours": ours, "peer": peers, "matmul": matmul}, config.n)
     flops = workload.flops(base, config)
     seconds = timing.medians(times)
-    ceiling = matmul.flops / seconds.pop("matmul")
+    ceiling = matmul.flops / seconds["matmul"]
     gap = max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(losses["ours"], losses["peer"]))
     return {
         f"ratio_{name}": timing.ratio(times, "peer", "ours"),
-        f"{name}_seconds": {side: round(s, 3) for side, s in seconds.items()},
+        f"{name}_seconds": timing.medians_of(times),
         f"{name}_matmul_gflop_per_s": round(ceiling / 1e9, 1),
         f"{name}_gflop": {part: round(value / 1e9, 1) for part, value in flops.items()},
         f"{name}_bytes_least": work.train_step_bytes(base.cfg, base.dtype.itemsize, int(workload.tokens_PBT.size)),
@@ -170,6 +170,7 @@ def _sample(config: Any, base: Base, trainer: Trainer, peer: PeftPeer, rng: np.r
     count = config.sample_rows * config.sample_tokens
     return {
         "ratio_sample": timing.ratio(times, "peer", "ours"),
-        "sample_tokens_per_s": {side: round(count / s, 1) for side, s in timing.medians(times).items()},
+        "sample_seconds": timing.medians_of(times),
+        "sample_tokens": count,
         "sample_same_tokens": round(float((last["ours"] == last["peer"]).mean()), 3),
     }
