@@ -185,20 +185,31 @@ class Catalog:
     # Sessions
 
     def open_session(
-        self, policy: str, owner: str, seconds: float = 60.0, *, force: bool = False, by: str | None = None, why: str = ""
+        self,
+        policy: str,
+        owner: str,
+        seconds: float = 60.0,
+        *,
+        force: bool = False,
+        instead_of: str | None = None,
+        by: str | None = None,
+        why: str = "",
     ) -> Session:
         """Takes the right to write a policy.
 
         Args:
-            owner: the same owner may take its own session over at once, for instance a restarted job.
+            owner: the same owner may take its own session over at once.
             seconds: after so long without ``renew_session`` another owner may take over.
             force: take over from anybody.
+            instead_of: take over from owners whose name begins so, who are known to have ended: a job that was killed.
 
         Raises:
             UserError: another owner's session is open.
         """
         key, author = names.parse_policy(policy), self._author(by, why)
-        opened = self.database.write(lambda c: sessions.start(c, author, policies.lock(c, *key, active=True), owner, seconds, force))
+        opened = self.database.write(
+            lambda c: sessions.start(c, author, policies.lock(c, *key, active=True), owner, seconds, force, instead_of)
+        )
         if isinstance(opened, UserError):
             raise opened
         return opened

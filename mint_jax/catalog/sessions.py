@@ -2,7 +2,7 @@
 
 Opening a session gives it the policy's next number; writes carry the number and are refused once a newer session exists,
 whatever any clock says. Expiry only decides when another owner may open one without force. The same owner may reopen at
-once, which is how a restarted job takes its own policy back.
+once, and so may one who knows that the owner has ended, which is how a restarted job takes its own policy back.
 """
 
 import sqlalchemy as sa
@@ -15,7 +15,9 @@ from mint_jax.catalog.records import Session, full_name
 from mint_jax.errors import UserError
 
 
-def start(connection: sa.Connection, author: Author, policy: sa.Row, owner: str, seconds: float, force: bool) -> Session | UserError:
+def start(
+    connection: sa.Connection, author: Author, policy: sa.Row, owner: str, seconds: float, force: bool, instead_of: str | None = None
+) -> Session | UserError:
     """Opens a session on a locked policy. A refusal is returned, not raised: it may have shortened the wait.
 
     Where the clock was set back, the holder's expiry can lie further off than its session ever lasted; the wait is then
@@ -26,7 +28,8 @@ def start(connection: sa.Connection, author: Author, policy: sa.Row, owner: str,
         raise UserError("a session needs an owner: name the job")
     duration("length of a session", seconds)
     mine = full_name(policy.tenant, policy.name)
-    if policy.session_owner not in (None, owner) and author.now < policy.session_expires and not force:
+    ended = instead_of is not None and policy.session_owner is not None and policy.session_owner.startswith(instead_of)
+    if policy.session_owner not in (None, owner) and author.now < policy.session_expires and not (force or ended):
         expires = min(policy.session_expires, author.now + policy.session_seconds)
         if expires < policy.session_expires:
             policies.touch(connection, author, policy, session_expires=expires)

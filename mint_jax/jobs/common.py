@@ -19,6 +19,7 @@ import numpy as np
 from mint_jax import host, mesh, multihost
 from mint_jax.bench import stamp
 from mint_jax.errors import UserError
+from mint_jax.jobs import hold
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.metrics import Progress
 from mint_jax.models import base as base_lib
@@ -70,8 +71,9 @@ def claim_workdir(config: Config, workdir: Path) -> None:
     """``save_config`` for a job that resumes what its workdir holds.
 
     Raises:
-        UserError: the workdir holds another run's config.
+        UserError: the workdir holds another run's config, or a living process has it.
     """
+    hold.refuse_if_held(workdir)
     multihost.agree("workdir", lambda: _refuse_other_config(workdir / "config.json", _plain(config), workdir))
     save_config(config, workdir)
 

@@ -1,13 +1,16 @@
 """A run's first words to the catalog: who it is, which policies it trains, and where they stood before it.
 
 The run's identity is in its workdir, so a run that was killed takes its own policies back at once, and another run of the same
-policies is refused until this one has ended. Where a policy began, and what its rollouts are drawn from, is looked up
-once: a run that is killed and started again does not begin elsewhere because an alias moved meanwhile.
+policies is refused until this one has ended. Was it killed on another machine, which cannot be asked, the run waits until its
+sessions have expired, ``recorder.SESSION_S`` seconds after it last renewed them; one that goes on renewing them is alive.
+Where a policy began, and what its rollouts are drawn from, is looked up once: a run that is killed and started again does
+not begin elsewhere because an alias moved meanwhile.
 """
 
 import dataclasses
 import json
 import os
+import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,9 +21,13 @@ from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import Schema
 from mint_jax.catalog.records import Lease, Session
 from mint_jax.errors import UserError
+from mint_jax.jobs import common
 from mint_jax.jobs.catalogs import JobCatalog
+from mint_jax.jobs.hold import Hold
 from mint_jax.jobs.recorder import SESSION_S, Recorder
 from mint_jax.lora import peft
+
+POLL_S = 1.0
 
 
 class Enrolled(NamedTuple):
@@ -37,16 +44,20 @@ class Enrolled(NamedTuple):
     recorder: Recorder | None
 
 
-def enrol(catalog: JobCatalog, schemas: Mapping[str, Schema], file: Path, rollout_revisions: Mapping[str, str]) -> Enrolled:
+def enrol(
+    catalog: JobCatalog, schemas: Mapping[str, Schema], file: Path, rollout_revisions: Mapping[str, str], hold: Hold | None
+) -> Enrolled:
     """Makes the records that are missing and opens the sessions; all processes call it.
 
     Args:
         schemas: of the policies, by the catalog's names.
         file: where the run's identity is kept.
         rollout_revisions: names of revisions or PEFT directories, by policy.
+        hold: process 0's, on the folder of ``file``.
 
     Raises:
-        UserError: a policy is trained by another run, retired, or of another base or adapter config; an unknown revision.
+        UserError: a policy is trained by another run, or by this one on another machine; it is retired, or of another base or
+            adapter config; an unknown revision.
     """
     recorder: Recorder | None = None
 
@@ -56,14 +67,16 @@ def enrol(catalog: JobCatalog, schemas: Mapping[str, Schema], file: Path, rollou
         run = _read(file)
         if "id" not in run:
             run = _write(file, {"id": uuid.uuid4().hex})
-        owner, why = f"run {run['id']}", str(file.parent.absolute())
+        assert hold is not None
+        mine = f"run {run['id']} on {hold.me.machine}"
+        owner, why = f"{mine}, {hold.me}", str(file.parent.absolute())
         for name, schema in schemas.items():
             _check_record(main, name, schema, why)
         sessions: dict[str, Session] = {}
         leases: list[Lease] = []
         try:
             for name in schemas:
-                sessions[name] = main.open_session(name, owner, SESSION_S, why=why)
+                sessions[name] = _open_session(main, name, owner, f"run {run['id']} ", mine if hold.sure else None, why)
             if "start" not in run:
                 fixed = {name: _digest(main, text) for name, text in rollout_revisions.items()}
                 run = _write(file, run | {"start": _newest(main, schemas), "fixed": fixed})
@@ -79,6 +92,26 @@ def enrol(catalog: JobCatalog, schemas: Mapping[str, Schema], file: Path, rollou
 
     start, fixed = multihost.agree("policies in the catalog", begin)
     return Enrolled(start, fixed, recorder)
+
+
+def _open_session(main: Catalog, name: str, owner: str, mine: str, gone: str | None, why: str) -> Session:
+    """A policy's session. Where this very run has it on another machine, waits until that one proves dead, or alive.
+
+    Args:
+        mine: what the names of all owners of this run begin with; ``gone``: of those that are known to have ended.
+    """
+    until: float | None = None
+    while True:
+        try:
+            return main.open_session(name, owner, SESSION_S, instead_of=gone, why=why)
+        except UserError:
+            record = main.policy(name)
+            if not (record.session_owner or mine).startswith(mine) or until not in (None, record.session_expires or until):
+                raise
+            if until is None:
+                common.say(f"policy {name} is held by {record.session_owner}: waiting up to {SESSION_S:.0f} s for a sign of life of it")
+                until = record.session_expires
+        time.sleep(POLL_S)
 
 
 def _check_record(main: Catalog, name: str, schema: Schema, why: str) -> None:

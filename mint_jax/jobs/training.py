@@ -23,6 +23,7 @@ from mint_jax.jobs import adapters, common, enrolment
 from mint_jax.jobs.adapters import Loaded
 from mint_jax.jobs.catalogs import JobCatalog
 from mint_jax.jobs.common import Config
+from mint_jax.jobs.hold import Hold
 from mint_jax.jobs.recorder import Recorder, Snapshot
 from mint_jax.lora.tree import spelled_out
 from mint_jax.train.trainer import Trainer
@@ -31,7 +32,7 @@ KEEP_ROLLOUTS = 8  # steps
 
 
 class TrainingRun:
-    """Bookkeeping of one run, a context manager: where the block fails, the policies are given back.
+    """Bookkeeping of one run, a context manager: the workdir is this process's until it ends; where it fails, the policies are given back.
 
     Args:
         config: needs ``job``, ``steps``, ``export_every`` and ``checkpoint.every``, ``checkpoint.keep``; may have ``catalog``
@@ -48,7 +49,8 @@ class TrainingRun:
         fixed: the revision that a policy samples from, for those whose config has ``rollout_revision``.
 
     Raises:
-        UserError: a policy is trained by another run, or the catalog's record of it is of another base or adapter config.
+        UserError: another process has the workdir, a policy is trained by another run, or the catalog's record of it is of
+            another base or adapter config.
     """
 
     def __init__(self, config: Config, workdir: Path, trainer: Trainer, shapes: Sequence[ShapeBook]):
@@ -56,21 +58,34 @@ class TrainingRun:
         self.step = dict.fromkeys(trainer.policies, 0)
         self.notes: dict[str, Any] = {}
         self.names = {name: full_name(config.get("tenant", "default"), name) for name in trainer.policies}
-        self.catalog = JobCatalog(config.get("catalog", "") or workdir / "catalog", config.get("payloads", ""), create=True)
         self._recorder: Recorder | None = None
         self._snapshots: dict[str, Snapshot] = {}
         self._steps_at: dict[int, dict[str, int]] = {}  # by checkpoint, until it is recorded
+        self._hold: Hold | None = None
+        multihost.agree("the workdir", self._take_workdir)
         try:
-            self._begin()
+            self.catalog = JobCatalog(config.get("catalog", "") or workdir / "catalog", config.get("payloads", ""), create=True)
+            try:
+                self._begin()
+            except BaseException:
+                self._give_up()
+                raise
         except BaseException:
-            self._give_up()
+            self._leave_workdir()
             raise
+
+    def _take_workdir(self) -> None:
+        self._hold = Hold(self.workdir)
+
+    def _leave_workdir(self) -> None:
+        if self._hold is not None:
+            self._hold.release()
 
     def _begin(self) -> None:
         config, workdir = self.config, self.workdir
         schemas = {full: self._schema(name) for name, full in self.names.items()}
         wanted = {n: s.rollout_revision for n, s in config.policies.items() if s.get("rollout_revision", "")}
-        start, fixed, self._recorder = enrolment.enrol(self.catalog, schemas, workdir / "run.json", wanted)
+        start, fixed, self._recorder = enrolment.enrol(self.catalog, schemas, workdir / "run.json", wanted, self._hold)
         self.fixed: dict[str, Loaded] = {n: adapters.read_adapter(text, self.trainer.base, self.catalog) for n, text in fixed.items()}
         self._saved = Checkpoints(workdir / "checkpoints", config.checkpoint.keep, self._committed)
         exported = self._restore()
@@ -95,9 +110,12 @@ class TrainingRun:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is not None:
-            self._writer.close()
-            self._give_up()
+        try:
+            if kind is not None:
+                self._writer.close()
+                self._give_up()
+        finally:
+            self._leave_workdir()
 
     def _give_up(self) -> None:
         """Gives the policies back to whoever asks next; what was submitted is finished first."""

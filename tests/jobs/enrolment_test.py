@@ -1,14 +1,17 @@
 """A run and the catalog: one writer per policy, taking up again after a kill, records that are not made twice."""
 
 import dataclasses
+import os
+import time
 
 import numpy as np
 import pytest
 
 from mint_jax.catalog.packed import Schema
 from mint_jax.errors import UserError
-from mint_jax.jobs import enrolment
+from mint_jax.jobs import enrolment, hold
 from mint_jax.jobs.catalogs import JobCatalog
+from mint_jax.jobs.hold import Hold
 from mint_jax.jobs.recorder import Snapshot
 from mint_jax.lora.tree import AdapterConfig
 
@@ -28,8 +31,11 @@ def catalog(tmp_path):
 
 
 def enrol(catalog, folder, names=NAMES, schema=SCHEMA, fixed=()):
+    """As a process that begins; the one before is dead, for its lock is gone."""
     folder.mkdir(exist_ok=True)
-    return enrolment.enrol(catalog, dict.fromkeys(names, schema), folder / "run.json", dict(fixed))
+    hold = Hold(folder)
+    hold.release()
+    return enrolment.enrol(catalog, dict.fromkeys(names, schema), folder / "run.json", dict(fixed), hold)
 
 
 def export(recorder, step, value, final=False, names=NAMES):
@@ -38,7 +44,7 @@ def export(recorder, step, value, final=False, names=NAMES):
 
 def test_one_run_at_a_time_writes_a_policy(catalog, tmp_path):
     first = enrol(catalog, tmp_path / "a").recorder
-    with pytest.raises(UserError, match=r"policy 'p' is being trained by 'run [0-9a-f]{32}'"):
+    with pytest.raises(UserError, match=rf"policy 'p' is being trained by 'run [0-9a-f]{{32}} on .*process {os.getpid()} on host"):
         enrol(catalog, tmp_path / "b", names=("other", "p"))
     assert catalog.main.policy("other").session_owner is None, "the refused run gave back what it had"
     export(first, 1, 10.0)
@@ -157,3 +163,29 @@ def test_an_unknown_source_of_rollouts_is_refused(catalog, tmp_path):
     with pytest.raises(UserError, match="'nobody' is not in the catalog"):
         enrol(catalog, tmp_path / "a", fixed={"p": "nobody@latest"}.items())
     assert catalog.main.policy("p").session_owner is None
+
+
+def test_a_run_of_another_machine_is_waited_for_until_it_proves_dead_or_alive(catalog, tmp_path, monkeypatch):
+    monkeypatch.setattr(enrolment, "SESSION_S", 1.0)
+    monkeypatch.setattr(enrolment, "POLL_S", 0.05)
+    monkeypatch.setattr(hold, "_machine", lambda host: "elsewhere/1")
+    first = enrol(catalog, tmp_path / "a").recorder
+    monkeypatch.undo()
+    monkeypatch.setattr(enrolment, "POLL_S", 0.05)
+    sleep, session = enrolment.time.sleep, first.sessions["p"]
+
+    def sleep_while_it_renews(seconds):
+        catalog.main.renew_session(session, 60.0)
+        sleep(seconds)
+
+    monkeypatch.setattr(enrolment.time, "sleep", sleep_while_it_renews)
+    with pytest.raises(UserError, match=r"being trained by 'run [0-9a-f]{32} on elsewhere/1, process"):
+        enrol(catalog, tmp_path / "a")
+    monkeypatch.setattr(enrolment.time, "sleep", sleep)
+    catalog.main.renew_session(session, 0.3)  # its last: from here it is dead
+    began = time.monotonic()
+    again = enrol(catalog, tmp_path / "a").recorder
+    assert time.monotonic() - began > 0.2
+    first.stop()
+    assert catalog.main.policy("p").session_number == again.sessions["p"].number
+    again.stop()
