@@ -17,6 +17,7 @@ import numpy as np
 
 from mint_jax import host, metrics, multihost
 from mint_jax.catalog.rollouts import Rollouts
+from mint_jax.data.buckets import ShapeBook
 from mint_jax.data.order import epoch_indices
 from mint_jax.envs import env as env_lib
 from mint_jax.envs.env import Environment, Example
@@ -143,6 +144,15 @@ class ConcurrentGrpo:
         self.tokens = 0  # sampled in this process
         self.fixed: dict[str, Loaded] = {}
         self._fixed_stacks, self._fixed_slots = {}, {}
+        self._books: dict[tuple[str, ...], tuple[ShapeBook, ShapeBook]] = {}
+
+    def books(self, names: Sequence[str]) -> tuple[ShapeBook, ShapeBook]:
+        """The padded sizes of rollouts and of updates of policies that work together.
+
+        Padding decides the order of sums. Each unit has books of its own: what it computes follows from its own steps, whoever
+        else is in training and whoever's rewards come first.
+        """
+        return self._books.setdefault(tuple(sorted(names)), (ShapeBook(), ShapeBook()))
 
     def sample_from(self, fixed: dict[str, Loaded]) -> None:
         """From now on rollouts of these policies are drawn from revisions that stay as they are, beside the training slots."""
@@ -152,12 +162,13 @@ class ConcurrentGrpo:
     def rollout(self, names: Sequence[str], step: int) -> dict[str, Rollout]:
         """Samples all these policies' prompts: in one engine call, and one more for those that sample from fixed revisions."""
         order = multihost.agree("data order", lambda: {name: self._draw(name, step) for name in names})
-        out = self._sample([n for n in names if n not in self.fixed], order, self.trainer.slots, self.trainer.stacks)
-        out |= self._sample([n for n in names if n in self.fixed], order, self._fixed_slots, self._fixed_stacks)
+        shapes, _ = self.books(names)
+        out = self._sample([n for n in names if n not in self.fixed], order, self.trainer.slots, self.trainer.stacks, shapes)
+        out |= self._sample([n for n in names if n in self.fixed], order, self._fixed_slots, self._fixed_stacks, shapes)
         return {name: out[name] for name in names}
 
     def _sample(
-        self, names: Sequence[str], order: dict[str, list[tuple[int, int]]], slots: dict[str, Slot], stacks: Stacks
+        self, names: Sequence[str], order: dict[str, list[tuple[int, int]]], slots: dict[str, Slot], stacks: Stacks, shapes: ShapeBook
     ) -> dict[str, Rollout]:
         out = {name: Rollout([], [], [], self.fixed[name].digest if name in self.fixed else None) for name in names}
         requests, owners = [], []
@@ -171,7 +182,7 @@ class ConcurrentGrpo:
                 out[name].examples.append(m.env.train[index])
                 out[name].prompts.append(m.prompts[index])
                 owners.append(name)
-        for name, completions in zip(owners, self.engine.generate(requests, stacks)):
+        for name, completions in zip(owners, self.engine.generate(requests, stacks, shapes=shapes)):
             out[name].completions.append(completions)
             self.tokens += sum(len(c.tokens) for c in completions)
         return out
@@ -197,8 +208,9 @@ class ConcurrentGrpo:
         scored = {name: (rollout, np.array(agreed[name], np.float64)) for name, (rollout, _) in scored.items()}
         groups = {name: rollout_groups(self.members[name].sampling, *scored[name]) for name in scored}
         out: dict[str, dict[str, float]] = {}
+        _, shapes = self.books(list(scored))
         for k in range(max(self.members[n].sampling.updates for n in scored)):
-            out |= self.trainer.update({n: g for n, g in groups.items() if k < self.members[n].sampling.updates})
+            out |= self.trainer.update({n: g for n, g in groups.items() if k < self.members[n].sampling.updates}, shapes)
         for name, (_, rewards) in scored.items():
             out[name] |= {"reward": float(rewards.mean()), "reward_std": float(rewards.std(axis=1).mean())}
         return out
@@ -296,7 +308,8 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     units = schedule.units_of(list(config.policies), config.schedule, config.get("cohorts", 1))
     base = common.open_base(config)
     job = ConcurrentGrpo(config, base)
-    with TrainingRun(config, workdir, job.trainer, (job.trainer.shapes, job.engine.shapes)) as run:
+    books = {name: job.books(names) for names in units for name in names}
+    with TrainingRun(config, workdir, job.trainer, books) as run:
         return _run(config, workdir, job, run, units, began)
 
 

@@ -6,7 +6,7 @@ and where each policy stands. Of several processes the first writes metrics and 
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,8 @@ class TrainingRun:
             (``workdir/catalog`` by default), ``payloads``, ``tenant``, and ``keep_rollouts``: of how many last steps.
         workdir: claimed already.
         trainer: its state is saved and restored here.
-        shapes: the books of compiled shapes that the run goes by: padding decides the order of sums, so an exact resume
-            needs them too.
+        shapes: the books of padded sizes that each policy goes by: padding decides the order of sums, so an exact resume needs
+            them too, as they were when the policy's last update was done. Policies that are always updated together may share.
 
     Attributes:
         step: updates done by each policy.
@@ -53,7 +53,7 @@ class TrainingRun:
             another base or adapter config.
     """
 
-    def __init__(self, config: Config, workdir: Path, trainer: Trainer, shapes: Sequence[ShapeBook]):
+    def __init__(self, config: Config, workdir: Path, trainer: Trainer, shapes: Mapping[str, Sequence[ShapeBook]]):
         self.config, self.workdir, self.trainer, self.shapes = config, workdir, trainer, shapes
         self.step = dict.fromkeys(trainer.policies, 0)
         self.notes: dict[str, Any] = {}
@@ -61,6 +61,7 @@ class TrainingRun:
         self._recorder: Recorder | None = None
         self._snapshots: dict[str, Snapshot] = {}
         self._steps_at: dict[int, dict[str, int]] = {}  # by checkpoint, until it is recorded
+        self._seen: dict[str, list[list[tuple[int, ...]]]] = {}  # what the books held after each policy's last update
         self._hold: Hold | None = None
         multihost.agree("the workdir", self._take_workdir)
         try:
@@ -96,6 +97,7 @@ class TrainingRun:
             self._continue(start)
         multihost.agree("metrics.jsonl", lambda: metrics.truncate_rows(workdir / "metrics.jsonl", self.step))
         self._writer = metrics.MetricsWriter(workdir, config.get("tensorboard", True))
+        self._remember_shapes(self.step)
         self._progress = metrics.Progress(config.job, config.steps * len(self.step), done=sum(self.step.values()))
         self._due = min(self.step.values()) + config.checkpoint.every
         for name in self.trainer.policies:
@@ -137,8 +139,9 @@ class TrainingRun:
         self._steps_at[number] = extra["step"]
         self.trainer.state = {int(bucket): stack for bucket, stack in arrays.items()}
         self.step, self.notes = extra["step"], extra["notes"]
-        for book, seen in zip(self.shapes, extra["shapes"]):
-            book.seen = [tuple(shape) for shape in seen]
+        for name, books in self.shapes.items():
+            for book, seen in zip(books, extra["shapes"][name]):
+                book.seen = [tuple(shape) for shape in seen]
         common.say(f"resumed checkpoint {number}: " + ", ".join(f"{n} at step {s}" for n, s in self.step.items()))
         return extra["exported"]
 
@@ -201,6 +204,7 @@ class TrainingRun:
             self._writer.write(step, name, row)
             if row.get("skipped"):
                 common.say(f"policy {name}: the gradient of step {step + 1} was not finite; the update was skipped")
+        self._remember_shapes(rows)
         self._progress.update(sum(self.step.values()), detail)
         due = min(self.step.values()) >= self._due
         if due and self._recorder is not None:
@@ -210,6 +214,11 @@ class TrainingRun:
         if due:
             self.save()
             self._due = min(self.step.values()) + self.config.checkpoint.every
+
+    def _remember_shapes(self, names: Iterable[str]) -> None:
+        """A checkpoint comes while other policies' rollouts are under way: these are done again, so their sizes must be forgotten."""
+        for name in names:
+            self._seen[name] = [list(book.seen) for book in self.shapes[name]]
 
     def _exports(self, step: int) -> bool:
         return step % self.config.export_every == 0 or step == self.config.steps
@@ -227,7 +236,7 @@ class TrainingRun:
         self._saved.wait()
         if number and self._saved.latest() != number:
             exported = self._recorder.numbers if self._recorder is not None else {}
-            extra = {"step": self.step, "notes": self.notes, "shapes": [book.seen for book in self.shapes], "exported": exported}
+            extra = {"step": self.step, "notes": self.notes, "shapes": self._seen, "exported": exported}
             self._steps_at[number] = dict(self.step)
             self._saved.save(number, self._arrays(), json.loads(json.dumps(extra)))
 

@@ -139,6 +139,7 @@ class DenseEngine:
         stacks: Stacks | None = None,
         progress: Callable[[int, int], None] | None = None,
         between_steps: Callable[[], Any] | None = None,
+        shapes: ShapeBook | None = None,
     ) -> list[list[Completion]]:
         """Samples every request; results are in the order of the requests, ``n`` completions each.
 
@@ -147,6 +148,7 @@ class DenseEngine:
             between_steps: called before each group and after at most ``CHECK_EVERY`` tokens a row, while the device has no step
                 under way: the place to write other slots of ``stacks``. The rows that run took copies of theirs.
             progress: called with (requests done, requests) after each group.
+            shapes: the book of padded sizes to go by, where results must not depend on what else this engine sampled.
 
         Raises:
             UserError: an empty prompt, one that does not fit the context, token ids outside the vocabulary, or stop
@@ -161,7 +163,7 @@ class DenseEngine:
             for group in self._groups(same, requests):
                 if between_steps is not None:
                     between_steps()
-                for i, completions in self._run(group, requests, stacks or {}, between_steps):
+                for i, completions in self._run(group, requests, stacks or {}, between_steps, shapes or self.shapes):
                     out[i] = completions
                 done += len(group)
                 if progress is not None:
@@ -202,13 +204,18 @@ class DenseEngine:
         return [members[k : k + per_group] for k in range(0, len(members), per_group)]
 
     def _run(
-        self, group: list[int], requests: Sequence[Request], stacks: Stacks, between_steps: Callable[[], Any] | None
+        self,
+        group: list[int],
+        requests: Sequence[Request],
+        stacks: Stacks,
+        between_steps: Callable[[], Any] | None,
+        shapes: ShapeBook,
     ) -> Iterator[tuple[int, list[Completion]]]:
         """Samples one group of requests with equal ``n``; yields each request's index and completions."""
         rollouts = requests[group[0]].n
         plan = plan_blocks([requests[i].adapter for i in group], self.base.row_multiple)
         order = [None if k is None else requests[group[k]] for k in plan.order]
-        T, C = self.shapes.fit((max(len(r.prompt) for r in order if r), max(r.max_tokens for r in order if r)), least=(16, 8))
+        T, C = shapes.fit((max(len(r.prompt) for r in order if r), max(r.max_tokens for r in order if r)), least=(16, 8))
         prompts, lengths, sampling, limits = _arrays(order, rollouts, min(T, self.base.cfg.context))
         rows = [r for r in order for _ in range(rollouts)]
         lora = bind_blocks(plan, stacks, self.base.dtype)

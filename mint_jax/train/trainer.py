@@ -172,12 +172,12 @@ class Trainer:
             passes.append(chunk)
         return passes
 
-    def _pack(self, chunk: list[list[Group]]) -> tuple[Batch, list[list[Place]]]:
-        return pack(chunk, self.shapes, context=self.base.cfg.context, row_multiple=self.base.row_multiple)
+    def _pack(self, chunk: list[list[Group]], shapes: ShapeBook) -> tuple[Batch, list[list[Place]]]:
+        return pack(chunk, shapes, context=self.base.cfg.context, row_multiple=self.base.row_multiple)
 
-    def _reference(self, groups: list[list[Group]]) -> None:
+    def _reference(self, groups: list[list[Group]], shapes: ShapeBook) -> None:
         """Fills each ``ref_logp`` that a pass lacks with the bare base's logprobs (0 at tokens that are no target)."""
-        batch, places = self._pack(groups)  # in the shape that training has: nothing more to compile as lengths vary
+        batch, places = self._pack(groups, shapes)  # in the shape that training has: nothing more to compile as lengths vary
         with jax.set_mesh(self.base.mesh):
             logp = multihost.to_host(step_lib.score(self.base.params, batch, cfg=self.base.cfg))
         for chunk, where in zip(groups, places):
@@ -188,11 +188,15 @@ class Trainer:
                 values[np.flatnonzero(s.weights)] = logp[place.policy, place.row, place.start : place.start + place.count]
                 s.ref_logp = values.tolist()
 
-    def forward_backward(self, groups: Mapping[str, Sequence[Group]]) -> dict[str, dict[str, float]]:
+    def forward_backward(self, groups: Mapping[str, Sequence[Group]], shapes: ShapeBook | None = None) -> dict[str, dict[str, float]]:
         """Adds the gradients of each policy's groups to its sum; metrics per policy, summed over its tokens.
 
         Reference logprobs are computed here for policies whose loss needs them and whose sequences lack them.
+
+        Args:
+            shapes: the book of padded sizes to go by, where results must not depend on what else was trained here.
         """
+        shapes = shapes or self.shapes
         ordered = self._order(list(groups))
         for name in ordered:
             if not groups[name]:
@@ -207,8 +211,8 @@ class Trainer:
             live = [(n, g) for n, g in zip(ordered, chunk) if g]  # a policy with fewer groups sits later passes out
             names = [n for n, _ in live]
             if missing := [g for n, g in live if self.policies[n].loss.needs_reference and _lacks_reference(g)]:
-                self._reference(missing)
-            batch, _ = self._pack([g for _, g in live])
+                self._reference(missing, shapes)
+            batch, _ = self._pack([g for _, g in live], shapes)
             coefs = stack_coefs([self.policies[n].loss for n in names])
             with jax.set_mesh(self.base.mesh):
                 self.state, _, metrics = step_lib.forward_backward(
@@ -228,9 +232,9 @@ class Trainer:
         host = multihost.to_host(metrics)
         return {name: {key: float(host[key][i]) for key in host} for i, name in enumerate(ordered)}
 
-    def update(self, groups: Mapping[str, Sequence[Group]]) -> dict[str, dict[str, float]]:
+    def update(self, groups: Mapping[str, Sequence[Group]], shapes: ShapeBook | None = None) -> dict[str, dict[str, float]]:
         """One optimizer update of every named policy from its groups; mean metrics per policy."""
-        totals = self.forward_backward(groups)
+        totals = self.forward_backward(groups, shapes)
         steps = self.optim_step(list(groups))
         return {name: summarise(totals[name], self.policies[name].loss) | steps[name] for name in groups}
 
