@@ -110,7 +110,7 @@ def run(
     students = students_of(config, base, to_group, from_env)
     policies = [common.policy_config(n, config.policies[n], s.seed, ("data", "batch_size", "beta")) for n, s in students.items()]
     trainer = Trainer(base, policies, config.get("max_tokens_per_pass", 16384), config.get("remat", "names"))
-    with TrainingRun(config, workdir, trainer, {name: (trainer.shapes,) for name in students}) as run:
+    with TrainingRun(config, workdir, trainer, dict.fromkeys(students, (trainer.shapes,))) as run:
         return _run(config, workdir, trainer, students, run, measure, headline, began)
 
 
