@@ -10,6 +10,9 @@ EXTRAS ?=
 WORKDIR ?= runs/quickstart
 # Processes of make test; each may take 4 GB.
 JOBS ?= 2
+# Files for make test and make test-slow; all by default.
+TESTS ?=
+PYTEST = $(BIN)/python -m pytest -ra --durations=25 -n $(JOBS) --dist loadfile --no-loadscope-reorder
 CONFIG ?= configs/quickstart.py
 export JAX_PLATFORMS ?= $(if $(filter cuda tpu,$(EXTRAS)),,cpu)
 
@@ -39,10 +42,10 @@ quickstart: setup
 	$(BIN)/python -m mint_jax.launch --config=$(CONFIG) --workdir=$(WORKDIR)
 
 test: setup-dev
-	$(BIN)/python -m pytest -q -ra --durations=25 -n $(JOBS) --dist loadfile
+	$(PYTEST) -q $(TESTS)
 
 test-slow: setup-dev
-	$(BIN)/python -m pytest -q -ra --durations=25 -m slow
+	$(PYTEST) -v -m slow $(TESTS)
 
 bench: setup-dev
 	for config in configs/bench/*.py; do \

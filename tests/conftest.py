@@ -21,11 +21,18 @@ import pytest
 from mint_jax import host
 from mint_jax.mesh import make_mesh, single_device_mesh
 from mint_jax.models import base as base_lib
-from tests import oracles
 from tests.at_once import pytest_configure as pytest_configure
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 host.use_compilation_cache(base_lib.cache_dir() / "compiled-tests")
+
+
+LIGHT = {"catalog", "data", "envs", "bench", "aot"}  # folders whose files take seconds
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of minutes come first and the light ones last, so that all processes end together."""
+    items.sort(key=lambda item: item.path.parent.name in LIGHT or "faults" in item.path.parts)
 
 
 def pytest_report_header() -> str:
@@ -38,6 +45,19 @@ def forget_programs():
     yield
     jax.clear_caches()
     gc.collect()
+
+
+@pytest.fixture(scope="module")
+def quick_compiles():
+    """Has a file's programs compiled without LLVM's optimisations, which take up to half of its time.
+
+    For tests against an oracle with a tolerance, integration and messages: the passes of XLA, and so what is computed, stay
+    the same, the last bits need not. Tests that compare bits with bits take the code that users run.
+    """
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture
@@ -61,6 +81,8 @@ def mesh8():
 @pytest.fixture(scope="session")
 def hf_dirs(tmp_path_factory):
     """``hf_dirs(family)`` -> a directory with a tiny random transformers checkpoint; see ``oracles.TINY``."""
+    from tests import oracles  # torch and transformers: not in the process that only hands out tests
+
     made: dict[str, Path] = {}
 
     def get(name: str) -> Path:

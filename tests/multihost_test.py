@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import runpy
-import socket
 import subprocess
 import sys
 import time
@@ -14,14 +13,19 @@ import jax
 import numpy as np
 import pytest
 
+from mint_jax import mesh as mesh_lib
 from mint_jax import multihost
+from mint_jax import params as params_lib
+from mint_jax.bench.postgres_server import free_port
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import unpack
 from mint_jax.errors import UserError
+from mint_jax.jobs import grpo
 from mint_jax.mesh import make_mesh
 from mint_jax.params import ParamSpec
 from mint_jax.sharding import shardings
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "configs" / "tiny" / "grpo.py"
 GOOD = {"MINT_COORDINATOR": "127.0.0.1:8476", "MINT_PROCESSES": "2", "MINT_PROCESS": "1"}
@@ -34,12 +38,6 @@ class Ended:
     status: int
     out: str
     err: str
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def together(commands: list[list[str]], folder: Path, timeout: float, **environment: str) -> list[Ended]:
@@ -254,29 +252,75 @@ def metrics_of(workdir: Path) -> dict[tuple[int, str], dict[str, float]]:
     return out
 
 
-@pytest.mark.slow  # every program is compiled for two processes and for one
-@pytest.mark.parametrize("schedule", ["overlapped", "batched"])
-def test_grpo_on_two_processes_resumed_is_grpo_on_one(schedule, tmp_path):
-    (tmp_path / "varied.py").write_text(ENVIRONMENT)
-    names = ("ppo", "cispo")
+def tiny_grpo(*names: str, **changes):
+    """configs/tiny/grpo.py with these policies, which learn from ``ENVIRONMENT``."""
     config = runpy.run_path(str(TINY))["get_config"]()
-    del config.policies["reinforce"]
-    config.update({"schedule": schedule, "export_every": 1})
-    config.mesh.update({"data": 2, "fsdp": 2, "tensor": 2})
+    for name in set(config.policies) - set(names):
+        del config.policies[name]
+    config.update({"export_every": 1, **changes})
     for policy in config.policies.values():
         policy.env = {"name": "varied:make"}
         # eps 1 makes the update nearly proportional to the gradient; the usual 1e-8 would blow up the rounding of gradients near 0
         policy.optimizer = {"learning_rate": 0.1, "eps": 1.0}
-    config.policies.cispo.sampling.stop = ("e", "a")
-    config.policies.ppo.adapter.rank = 3  # in the bucket of cispo's 4: the policies share their programs
-    (tmp_path / "config.json").write_text(config.to_json_best_effort())
-    (tmp_path / "config.py").write_text(
+    return config
+
+
+def write_config(config, folder: Path) -> Path:
+    """A config file that gives this config, beside the environment's module."""
+    (folder / "varied.py").write_text(ENVIRONMENT)
+    (folder / "config.json").write_text(config.to_json_best_effort())
+    (folder / "config.py").write_text(
         "import json, pathlib\nfrom ml_collections import ConfigDict\n"
         "def get_config():\n    return ConfigDict(json.loads((pathlib.Path(__file__).parent / 'config.json').read_text()))\n"
     )
+    return folder / "config.py"
+
+
+def test_a_grpo_step_on_two_processes_is_that_of_one_device(tmp_path, monkeypatch):
+    """The slow set takes more steps, policies, devices, both schedules, and resumes."""
+    config = tiny_grpo("ppo", steps=1)
+    one = tmp_path / "one"
+    config.mesh.update({"data": 2})
+    file = write_config(config, tmp_path)
+    command = ["-m", "mint_jax.launch", f"--config={file}", f"--workdir={tmp_path / 'two'}"]
+    environment = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}", "XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    ended = together([command] * 2, tmp_path / "processes", 300, **environment)
+    assert [e.status for e in ended] == [0, 0]
+    assert ended[1].out == ""
+    result = json.loads(ended[0].out)
+
+    made = mesh_lib.make_mesh
+    monkeypatch.setattr(mesh_lib, "make_mesh", lambda sizes=None, devices=None: made({}, devices or jax.devices()[:1]))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "varied", raising=False)
+    alone = grpo.run(config, one)
+
+    parts, whole = metrics_of(tmp_path / "two"), metrics_of(one)
+    assert parts.keys() == whole.keys() == {(0, "ppo")}
+    assert parts[0, "ppo"]["reward"] == whole[0, "ppo"]["reward"], "the same tokens were sampled"
+    for name in ("loss", "grad_norm", "logp"):  # float32 sums, in another order between devices than within one
+        np.testing.assert_allclose(parts[0, "ppo"][name], whole[0, "ppo"][name], rtol=1e-4, atol=1e-5)
+    assert whole[0, "ppo"]["grad_norm"] > 1e-3
+    adapters = []
+    for workdir, done in ((tmp_path / "two", result), (one, alone)):
+        with Catalog.open(workdir / "catalog") as catalog:
+            adapters.append(unpack(catalog.load(done["policies"][0]["revision"]))[0])
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), *adapters)
+    assert max(float(np.abs(x).max()) for path, x in params_lib.leaves_with_path(adapters[0]) if path.endswith("b")) > 1e-5
+
+
+@pytest.mark.slow  # every program is compiled for two processes and for one
+@pytest.mark.parametrize("schedule", ["overlapped", "batched"])
+def test_grpo_on_two_processes_resumed_is_grpo_on_one(schedule, tmp_path):
+    names = ("ppo", "cispo")
+    config = tiny_grpo(*names, schedule=schedule)
+    config.mesh.update({"data": 2, "fsdp": 2, "tensor": 2})
+    config.policies.cispo.sampling.stop = ("e", "a")
+    config.policies.ppo.adapter.rank = 3  # in the bucket of cispo's 4: the policies share their programs
+    file = write_config(config, tmp_path)
 
     def run(processes: int, steps: int, workdir: Path) -> dict:
-        command = ["-m", "mint_jax.launch", f"--config={tmp_path / 'config.py'}", f"--workdir={workdir}", f"--config.steps={steps}"]
+        command = ["-m", "mint_jax.launch", f"--config={file}", f"--workdir={workdir}", f"--config.steps={steps}"]
         path = f"{tmp_path}{os.pathsep}{ROOT}"
         ended = together([command] * processes, tmp_path / "processes", 900, PYTHONPATH=path)
         assert [e.status for e in ended] == [0] * processes

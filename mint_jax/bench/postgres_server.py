@@ -57,7 +57,7 @@ class PostgresServer:
                 os.chown(self.data, self._user["user"], self._user["group"])
             self._initialise(options)
             for _ in range(5):
-                self.port = _free_port()
+                self.port = free_port()
                 try:
                     self.start()
                     break
@@ -162,7 +162,8 @@ def _open_to_all(path: Path) -> bool:
     return all(folder.stat().st_mode & 0o001 for folder in (path, *path.parents))
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody has, nor gets by connecting somewhere."""
     while True:
         port = random.SystemRandom().choice(_PORTS)
         with socket.socket() as probe:

@@ -46,10 +46,10 @@ def test_it_starts_from_folders_that_only_their_owner_may_enter(tmp_path, monkey
 
 
 def test_a_port_that_another_took_is_left_to_it(monkeypatch):
-    free = postgres_server._free_port()
+    free = postgres_server.free_port()
     with socket.create_server(("127.0.0.1", 0)) as other:
         ports = [other.getsockname()[1], free]
-        monkeypatch.setattr(postgres_server, "_free_port", lambda: ports.pop(0))
+        monkeypatch.setattr(postgres_server, "free_port", lambda: ports.pop(0))
         server = PostgresServer(options=QUICK)
         try:
             assert server.port == free

@@ -103,24 +103,20 @@ def test_somebody_elses_database_is_refused(blank):
         Database(blank)
 
 
-def test_a_failed_upgrade_leaves_the_old_version(blank, monkeypatch):
+def test_a_failed_upgrade_leaves_the_old_version(blank, monkeypatch, tmp_path):
     upgrade_to(blank, "0001")
     before = columns(blank)
     script = database_lib.MIGRATIONS / "versions" / "0002_work_records.py"
-    copy = Path(os.path.dirname(blank.removeprefix("sqlite:///"))) if blank.startswith("sqlite") else None
-    folder = (copy or Path(os.environ.get("TMPDIR", "/tmp"))) / f"migrations-{os.getpid()}"
+    folder = tmp_path / "migrations"
     shutil.copytree(database_lib.MIGRATIONS, folder)
-    try:
-        (folder / "versions" / script.name).write_text(script.read_text() + "    op.execute('SELECT nothing FROM nowhere')\n")
-        monkeypatch.setattr(database_lib, "MIGRATIONS", folder)
-        with pytest.raises((sa.exc.DBAPIError, UserError)):
-            Database(blank)
-        assert columns(blank) == before
-        monkeypatch.undo()
-        Database(blank).close()
-        assert len(columns(blank)) == len(tables.metadata.tables)
-    finally:
-        shutil.rmtree(folder)
+    (folder / "versions" / script.name).write_text(script.read_text() + "    op.execute('SELECT nothing FROM nowhere')\n")
+    monkeypatch.setattr(database_lib, "MIGRATIONS", folder)
+    with pytest.raises((sa.exc.DBAPIError, UserError)):
+        Database(blank)
+    assert columns(blank) == before
+    monkeypatch.undo()
+    Database(blank).close()
+    assert len(columns(blank)) == len(tables.metadata.tables)
 
 
 def test_many_may_open_a_new_database_at_once(blank):

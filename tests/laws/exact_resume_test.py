@@ -1,6 +1,7 @@
 """Laws 13 and 6: train k, save, restore, train k more is train 2k bit for bit; so is a job that is stopped, or killed, and run again."""
 
 import json
+import multiprocessing
 import os
 import runpy
 import signal
@@ -13,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from mint_jax import mesh
+from mint_jax import host, mesh
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.checkpoint import Checkpoints
 from mint_jax.jobs import grpo
@@ -22,6 +23,8 @@ from mint_jax.train.batch import Group, Sequence
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 
+SERVER = multiprocessing.get_context("forkserver")  # imports once, forks for every job
+SERVER.set_forkserver_preload(["mint_jax.launch", "mint_jax.checkpoint", "mint_jax.catalog.lifecycle", "pytest"])
 ROOT = Path(__file__).parents[2]
 RANKS = {"c": 1, "a": 3, "b": 3}
 
@@ -130,19 +133,27 @@ def measured(workdir) -> list[dict]:
     return sorted(({k: v for k, v in row.items() if k != "time"} for row in rows), key=lambda row: (row["step"], row["name"]))
 
 
-@pytest.mark.parametrize("vary", [False, True], ids=["equal lengths", "varied lengths"])
-def test_grpo_stopped_and_resumed_is_grpo_uninterrupted(environment, tmp_path, monkeypatch, vary):
+def train(steps: int, vary: bool, workdir: Path) -> dict[str, str]:
+    """Runs the job of configs/tiny/grpo.py on one device; the last revision of every policy."""
+    config = runpy.run_path(str(ROOT / "configs" / "tiny" / "grpo.py"))["get_config"]()  # seed 0: lengths decide what is compiled
+    config.update({"steps": steps, "export_every": 1, "tensorboard": False})
+    for policy in config.policies.values():
+        policy.env = {"name": "varied:make", "vary": vary}
+        policy.optimizer.learning_rate = 1e-2
+        policy.sampling.update({"max_tokens": 12, "stop": ("e", "a") if vary else ()})
+    return {p["name"]: p["revision"] for p in grpo.run(config, workdir)["policies"]}
+
+
+@pytest.fixture
+def one_device(monkeypatch):
     made = mesh.make_mesh
     monkeypatch.setattr(mesh, "make_mesh", lambda sizes=None, devices=None: made(sizes, devices or jax.devices()[:1]))
 
+
+@pytest.mark.parametrize("vary", [False, True], ids=["equal lengths", "varied lengths"])
+def test_grpo_stopped_and_resumed_is_grpo_uninterrupted(environment, one_device, tmp_path, vary):
     def run(steps, workdir):
-        config = runpy.run_path(str(ROOT / "configs" / "tiny" / "grpo.py"))["get_config"]()  # seed 0: lengths decide what is compiled
-        config.update({"steps": steps, "export_every": 1, "tensorboard": False})
-        for policy in config.policies.values():
-            policy.env = {"name": "varied:make", "vary": vary}
-            policy.optimizer.learning_rate = 1e-2
-            policy.sampling.update({"max_tokens": 12, "stop": ("e", "a") if vary else ()})
-        return {p["name"]: p["revision"] for p in grpo.run(config, workdir)["policies"]}
+        return train(steps, vary, workdir)
 
     whole = run(4, tmp_path / "whole")
     half = run(2, tmp_path / "parts")
@@ -155,6 +166,52 @@ def test_grpo_stopped_and_resumed_is_grpo_uninterrupted(environment, tmp_path, m
     assert len(set(digests.values())) == 4 * len(whole), "every step of every policy made another revision"
     assert whole == {name: digests[name, 4] for name in whole}
     assert half == {name: digests[name, 2] for name in whole}
+
+
+def train_until_held(steps: int, workdir: Path, environment: Path, cache: str, last: int) -> None:
+    """``train`` in a process of its own, whose rewards never come once so many steps are recorded."""
+    sys.path.insert(0, str(environment))
+    host.use_compilation_cache(cache)
+    made, all_devices = mesh.make_mesh, jax.devices()
+    mesh.make_mesh = lambda sizes=None, devices=None: made(sizes, devices or all_devices[:1])
+    scored = grpo.ConcurrentGrpo.reward
+
+    def reward(*args, **options):
+        while rows_of(workdir) >= last:
+            time.sleep(1)
+        return scored(*args, **options)
+
+    grpo.ConcurrentGrpo.reward = reward
+    train(steps, False, workdir)
+
+
+def rows_of(workdir: Path) -> int:
+    path = workdir / "metrics.jsonl"
+    return path.read_text().count("\n") if path.is_file() else 0
+
+
+def test_grpo_killed_and_run_again_is_grpo_uninterrupted(environment, one_device, tmp_path, rng):
+    """Killed at a random moment of one of its steps; the slow set kills more often, under another schedule."""
+    steps, policies = 4, 3
+    whole = train(steps, False, tmp_path / "whole")
+    killed = tmp_path / "killed"
+    cache = jax.config.jax_compilation_cache_dir
+    job = SERVER.Process(target=train_until_held, args=(steps, killed, environment, cache, policies * (steps - 1)))
+    job.start()
+    target = rng.integers(1, policies * (steps - 1) + 1)
+    while rows_of(killed) < target:
+        assert job.is_alive()
+        time.sleep(0.002)
+    time.sleep(rng.uniform(0, 0.1))
+    assert job.pid is not None
+    os.kill(job.pid, signal.SIGKILL)
+    job.join()
+    assert job.exitcode == -signal.SIGKILL
+    assert len(exported(killed)) < len(exported(tmp_path / "whole"))
+    assert train(steps, False, killed) == whole
+    assert exported(killed) == exported(tmp_path / "whole")
+    assert kept(killed) == kept(tmp_path / "whole")
+    assert measured(killed) == measured(tmp_path / "whole")
 
 
 @pytest.mark.slow
@@ -170,16 +227,12 @@ def test_grpo_killed_at_any_moment_ends_as_if_uninterrupted(environment, tmp_pat
         command = [sys.executable, "-m", "mint_jax.launch", f"--config={ROOT / 'configs/tiny/grpo.py'}", f"--workdir={workdir}", *config]
         return subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
-    def rows(workdir):
-        path = workdir / "metrics.jsonl"
-        return path.read_text().count("\n") if path.is_file() else 0
-
     assert launch(tmp_path / "whole").wait(timeout=600) == 0
     killed = tmp_path / "killed"
     for k in range(kills):
         job = launch(killed)
         target = 3 * steps * (k + rng.uniform(0.1, 0.9)) / kills  # of 3 policies' rows, further each time
-        while rows(killed) < target and job.poll() is None:
+        while rows_of(killed) < target and job.poll() is None:
             time.sleep(0.005)
         time.sleep(rng.uniform(0, 0.1))
         job.send_signal(signal.SIGKILL)
