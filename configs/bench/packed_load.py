@@ -15,22 +15,19 @@ def get_config(size: str = "default") -> ConfigDict:
     config.seed = 0
     config.n = 7
     config.distinct = 16
-    config.workers = 0  # threads that load; 0: one a core
     config.rank = 1
     config.dtype = "bfloat16"
     config.shape = ConfigDict(
         {"layers": 48, "experts": 128, "per_token": 8, "d_model": 2048, "width": 768, "num_heads": 32, "num_kv_heads": 4, "head_dim": 128}
     )
     config.small = ConfigDict({"count": 2000, "d_model": 256, "layers": 2})  # many little adapters in the host cache
-    config.pause = ConfigDict(
-        {"layers": 6, "d_model": 768, "vocab_size": 16384, "rows": 16, "window": 20, "windows": 40, "piece_bytes": 2 << 20}
-    )
+    config.pause = ConfigDict({"layers": 6, "d_model": 768, "vocab_size": 16384, "rows": 16, "quiet": 32, "longest": 256, "windows": 9})
     config.peft = ConfigDict({"layers": 8, "d_model": 512, "rank": 8})
     if size == "ci":
         config.n = 5
         config.shape.update({"layers": 4, "experts": 16, "d_model": 256, "width": 96, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64})
         config.small.count = 500
-        config.pause.update({"layers": 2, "d_model": 128, "vocab_size": 512, "window": 10, "windows": 6, "piece_bytes": 64 << 10})
+        config.pause.update({"layers": 2, "d_model": 128, "vocab_size": 512, "quiet": 10, "windows": 5})
         config.peft.update({"layers": 2, "d_model": 64})
     elif size != "default":
         raise ValueError(f"packed_load size {size!r}; expected default or ci")

@@ -1,11 +1,12 @@
 """What cold loads cost those who decode meanwhile.
 
-``decode_pause_p99``: the 99th percentile of a decode step of a small model, commit included, while cold loads go on, over
-that without. Short windows of steps take turns: quiet, loading, and quiet once more; ``decode_noise_p99``, the second quiet
-ones over the first, is what the machine makes of no difference at all.
+``decode_pause_p99``: the 99th percentile of a decode step of a small model, commit included, while a cold load goes on, over
+that without. Windows of steps take turns: quiet, loading, and quiet once more. A loading window begins with the request and
+ends with the step in which the last piece is written, so the whole load is inside it, and every step of it is counted;
+``decode_loads`` says how many loads began and ended inside such windows. ``decode_noise_p99``, the second quiet steps over the
+first, is what the machine makes of no difference at all. Residency is opened as jobs open it.
 """
 
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +16,14 @@ import numpy as np
 
 from mint_jax import mesh as mesh_lib
 from mint_jax import params as params_lib
+from mint_jax.bench import timing
 from mint_jax.bench.packed_files import Files
-from mint_jax.bench.packed_store import load, residency_of
+from mint_jax.bench.packed_store import forget, load, residency_of
 from mint_jax.metrics import Progress
 from mint_jax.models import transformer
 from mint_jax.models.config import ModelConfig
+from mint_jax.residency.opening import PIECE_BYTES
+from mint_jax.residency.residency import Residency
 from mint_jax.rollout import generate as program
 from mint_jax.rollout.sample import SamplingParams
 
@@ -43,7 +47,7 @@ class _Decoder:
             qk_norm=True,
         )
         self.params = params_lib.init(transformer.abstract(self.cfg), jax.random.key(seed))
-        rows, self.new = pause.rows, pause.window + 2
+        rows, self.new = pause.rows, max(pause.quiet, pause.longest) + 2
         self.prompts = np.random.default_rng(seed).integers(3, pause.vocab_size, (rows, 16)).astype(np.int32)
         self.lengths = np.full((rows,), 16, np.int32)
         zeros = np.zeros((rows,), np.float32)
@@ -51,79 +55,95 @@ class _Decoder:
         self.limits = program.Limits(np.full((rows,), self.new, np.int32), np.full((rows, 1), -1, np.int32))  # type: ignore[arg-type]
         self.mesh = mesh_lib.single_device_mesh()
 
-    def steps(self, count: int, between: Callable[[], Any]) -> list[float]:
-        """Seconds of each of ``count`` steps, ``between`` included."""
+    def steps(self, most: int, between: Callable[[], bool]) -> list[float]:
+        """Seconds of each step, ``between`` included, which says whether it was the last; ``most`` at most."""
         out = []
         with jax.set_mesh(self.mesh):
             room = {"cfg": self.cfg, "rollouts": 1, "new_tokens": self.new}
             cache, state, _ = program.prefill(self.params, None, self.prompts, self.lengths, self.sampling, self.limits, **room)
             jax.block_until_ready(state)
-            for _ in range(count):
+            for _ in range(most):
                 began = time.perf_counter()
-                between()
+                last = between()
                 args = self.params, None, cache, self.lengths, state, self.sampling, self.limits, np.int32(1)
                 state = jax.block_until_ready(program.decode(*args, cfg=self.cfg))
                 out.append(time.perf_counter() - began)
+                if last:
+                    break
         return out
 
 
+class _ColdLoad:
+    """One cold load, from the request at a window's first step to its last piece: what happens between steps.
+
+    Attributes:
+        ended: seconds since the request; None until its slot is written.
+    """
+
+    def __init__(self, residency: Residency, digest: str):
+        self.residency, self.digest = residency, digest
+        self.future, self.began, self.ended = None, 0.0, None
+
+    def __call__(self) -> bool:
+        if self.future is None:
+            self.began = time.perf_counter()
+            self.future = self.residency.acquire(self.digest)
+        self.residency.commit_ready(PIECE_BYTES)
+        if self.future.done():
+            self.future.result().release()
+            self.ended = time.perf_counter() - self.began
+        return self.ended is not None
+
+
 def decode_pause(config: Any, files: Files) -> dict[str, Any]:
-    """Decode steps with and without cold loads behind them, in short windows that take turns."""
-    pause, bucket = config.pause, files.config.bucket
+    """Decode steps with and without a cold load behind them, in windows that take turns.
+
+    Raises:
+        RuntimeError: a load did not end inside its window.
+    """
+    pause = config.pause
     decoder = _Decoder(pause, config.seed)
-    residency = residency_of(files.store, files.specs, {bucket: 2}, config, pause.piece_bytes, workers=1, niceness=19)
+    residency = residency_of(files.store, files.specs, 2)
     load(residency, files.digests[:1])  # compiles
-    decoder.steps(3, lambda: None)
-    loading, stop, loaded = threading.Event(), threading.Event(), 0
-    failed: list[BaseException] = []
-
-    def requests() -> None:
-        """Asks for one cold revision after the other while ``loading`` is set."""
-        nonlocal loaded
-        try:
-            while not stop.is_set():
-                if not loading.wait(0.05):
-                    continue
-                digest = files.digests[(loaded + 1) % len(files.digests)]
-                residency.drop(digest)
-                residency.acquire(digest).result().release()
-                loaded += 1
-        except BaseException as error:
-            if not stop.is_set():  # else the bench is over, and residency closed
-                failed.append(error)
-
-    client = threading.Thread(target=requests, daemon=True)
-    client.start()
-    times: dict[str, list[float]] = {"quiet": [], "loading": [], "again": []}
+    decoder.steps(3, lambda: False)
+    windows: dict[str, list[list[float]]] = {"quiet": [], "loading": [], "again": []}
+    seconds = []
     progress = Progress("decode pause", pause.windows)
     for k in range(pause.windows):
-        for name in times:
-            if name == "loading":
-                loading.set()
-            times[name] += decoder.steps(pause.window, lambda: residency.commit_ready(budget_bytes=pause.piece_bytes))
-            loading.clear()
-            while residency.state()["loads"]["unfinished"]:  # not part of the quiet window that follows
-                residency.commit_ready()
-        progress.update(k + 1, f"{loaded} cold loads")
-        if failed:
-            raise failed[0]
-    stop.set()
+        windows["quiet"].append(decoder.steps(pause.quiet, lambda: False))
+        digest = files.digests[(k + 1) % len(files.digests)]
+        forget(residency, [digest])
+        cold = _ColdLoad(residency, digest)
+        windows["loading"].append(decoder.steps(pause.longest, cold))
+        if cold.ended is None:
+            residency.close()
+            raise RuntimeError(f"a cold load did not end within {pause.longest} decode steps: raise config.pause.longest")
+        seconds.append(cold.ended)
+        windows["again"].append(decoder.steps(pause.quiet, lambda: False))
+        progress.update(k + 1, f"a cold load in {len(windows['loading'][-1])} steps, {cold.ended:.2f} s")
     residency.close()
-    client.join(10)
-    if not loaded:
-        raise RuntimeError("no cold load ended in its windows, so nothing was measured: lengthen config.pause.window")
-
-    def ratio(name: str, q: float) -> float:
-        return round(float(np.percentile(times[name], q) / np.percentile(times["quiet"], q)), 3)
-
     return {
-        "decode_pause_p99": ratio("loading", 99),
-        "decode_pause_p50": ratio("loading", 50),
-        "decode_noise_p99": ratio("again", 99),
-        "decode_noise_p50": ratio("again", 50),
+        "decode_pause_p99": _ratio(windows, "loading", 99),
+        "decode_pause_p50": _ratio(windows, "loading", 50),
+        "decode_noise_p99": _ratio(windows, "again", 99),
+        "decode_noise_p50": _ratio(windows, "again", 50),
         "decode_step_ms": {
-            name: {f"p{q}": round(1e3 * float(np.percentile(values, q)), 2) for q in (50, 99)} for name, values in times.items()
+            name: {f"p{q}": timing.percentile([s for steps in of for s in steps], q, 1e3) for q in (50, 99)} for name, of in windows.items()
         },
-        "decode_steps": len(times["loading"]),
-        "decode_loads": loaded,
+        "decode_load_ms": timing.median(seconds, 1e3),
+        "decode_steps": sum(map(len, windows["loading"])),
+        "decode_loads": len(seconds),
     }
+
+
+def _ratio(windows: dict[str, list[list[float]]], name: str, q: float) -> timing.Figure:
+    """A percentile of all steps of one kind over that of the quiet ones; the interval is the bootstrap over rounds."""
+    mine, quiet = windows[name], windows["quiet"]
+
+    def of(rounds: np.ndarray) -> float:
+        return float(np.divide(*(np.percentile(np.concatenate([steps[k] for k in rounds]), q) for steps in (mine, quiet))))
+
+    n = len(quiet)
+    drawn = [of(rounds) for rounds in np.random.default_rng(0).integers(0, n, (timing.BOOTSTRAPS // 4, n))]
+    low, high = np.percentile(drawn, (2.5, 97.5))
+    return {"percentile": round(of(np.arange(n)), 4), "interval": [round(float(low), 4), round(float(high), 4)], "n": n}

@@ -32,7 +32,7 @@ class Files:
         self.wanted = lora_tree.adapter_specs(self.specs, self.config)
         dtype = jnp.dtype(config.dtype)
         self._values = np.random.default_rng(config.seed).standard_normal(params_lib.count(self.wanted), np.float32).astype(dtype)
-        self.store = Store(folder / "payloads")
+        self.store = Store(folder / "catalog")
         schema = Schema(BASE, self.config, config.dtype)
         self.digests = self.store.add(pack(self.adapter(i), schema) for i in range(config.distinct))
         self.names = hf.module_names(self.cfg, lora_tree.projections(self.specs, TARGETS))

@@ -1,8 +1,9 @@
 """File to device slot: one packed object against the same adapter in PEFT's tensors, and what residency makes of many.
 
-All sides read the same values from files in the page cache and end when the slot is written. ``packed`` goes through
-``Residency`` from a payload store; it verifies the digest and checks the layout, which the other sides do not do (values are
-searched for NaN when a catalog takes them in, and by no side here). It is compared with
+All sides read the same values from files in the page cache and end when the slot is written. ``packed`` goes from a catalog
+through ``Residency`` as jobs do, opened by the same function with no setting of the bench's own; it verifies the digest and
+checks the layout, which the other sides do not do (values are searched for NaN when the catalog takes them in, and by no side
+here). It is compared with
 
 - ``ratio_packed``: loading as an engine does that keeps one array a module, as PEFT and vLLM do: safetensors ``load_file`` of
   the 37,248 tensors, one device array for each (all handed over in one call), stacked on the device layer by layer into the
@@ -36,15 +37,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from ml_collections import ConfigDict
 
 from mint_jax import host
 from mint_jax.bench import timing
 from mint_jax.bench.decode_pause import decode_pause
 from mint_jax.bench.packed_files import Files
 from mint_jax.bench.packed_store import BASE, TARGETS, Store, forget, load, residency_of
-from mint_jax.catalog.packed import Schema, digest_of, pack, unpack
-from mint_jax.catalog.payloads import Place
+from mint_jax.catalog.packed import Schema, pack, unpack
 from mint_jax.digest import blake3_alone, blake3_of
 from mint_jax.errors import UserError
 from mint_jax.lora import peft
@@ -55,7 +54,6 @@ from mint_jax.models import hf, transformer
 from mint_jax.models.config import ModelConfig
 from mint_jax.residency.admission import Admission, verify
 from mint_jax.residency.residency import Residency
-from mint_jax.residency.slots import DeviceSlots
 
 
 class _Plain:
@@ -75,9 +73,9 @@ class _Plain:
 
 def _loads(config: Any, files: Files) -> dict[str, Any]:
     """One adapter by three ways, then many at once."""
-    first, bucket = files.digests[0], files.config.bucket
+    first = files.digests[0]
     plain = _Plain(files, jnp.dtype(config.dtype))
-    residency = residency_of(files.store, files.specs, {bucket: config.distinct}, config)
+    residency = residency_of(files.store, files.specs, config.distinct)
 
     def cold(digests: list[str]) -> Callable[[], None]:
         def call() -> None:
@@ -113,14 +111,13 @@ def _loads(config: Any, files: Files) -> dict[str, Any]:
         future.result().release()
     again = len(files.store.reads)
     residency.close()
-    seconds = timing.medians(times)
     cpu = timing.medians(work)
     many = f"cold{config.distinct}_over_1"
     return {
         "ratio_packed": timing.ratio(times, "per_tensor", "packed"),
         "ratio_stacked_on_host": timing.ratio(times, "stacked_on_host", "packed"),
         "ratio_672": timing.ratio(times, "middle", "packed"),
-        "load_ms": round(1e3 * seconds["packed"], 2),
+        "load_ms": timing.median(times["packed"], 1e3),
         many: timing.ratio(times, "all", "packed"),
         f"{many}_floor": round(cpu["all"] / cpu["packed"] / (os.cpu_count() or 1), 3),
         f"{many}_cpu": timing.ratio(work, "all", "packed"),
@@ -148,10 +145,11 @@ def _same(plain: _Plain, residency: Residency, files: Files) -> bool:
     return all(same)
 
 
-def _parts(config: Any, files: Files) -> dict[str, float]:
+def _parts(config: Any, files: Files) -> dict[str, timing.Figure]:
     """Milliseconds of the stages of one cold load, each alone."""
     digest, bucket = files.digests[0], files.config.bucket
-    slots = DeviceSlots(files.specs, {bucket: 1}, TARGETS, jnp.dtype(config.dtype))
+    residency = residency_of(files.store, files.specs, 1)
+    slots = residency.slots
     admission = Admission(BASE, files.specs, {bucket: slots.targets(bucket)}, files.digests)
     foreign = Admission(BASE, files.specs, {bucket: slots.targets(bucket)})
     buffer = files.store.fetch(digest)
@@ -175,8 +173,9 @@ def _parts(config: Any, files: Files) -> dict[str, float]:
         "stage": stage,
         "stage_and_write": lambda: write(stage()),
     }
-    seconds = timing.medians(timing.in_turn("parts", sides, config.n))
-    return {name: round(1e3 * s, 2) for name, s in seconds.items()}
+    times = timing.in_turn("parts", sides, config.n)
+    residency.close()
+    return timing.medians_of(times, 1e3)
 
 
 def _host_bytes(config: Any, files: Files, folder: Path) -> dict[str, Any]:
@@ -191,23 +190,22 @@ def _host_bytes(config: Any, files: Files, folder: Path) -> dict[str, Any]:
     little = Store(folder / "little")
     schema = Schema(BASE, adapter_config, config.dtype)
     objects = [pack(jax.tree.map(lambda s: rng.standard_normal(s.shape, np.float32), wanted), schema) for _ in range(small.count)]
-    digests = [digest_of(data) for data in objects]
-    little.places = dict(zip(digests, little.payloads.put(objects), strict=True))
+    digests = little.add(objects, together=True)
     del objects
     out: dict[str, Any] = {}
     for name, store, shape, all_digests in (("", files.store, files.cfg, files.digests), ("_small", little, cfg, digests)):
         with multiprocessing.get_context("spawn").Pool(1) as pool:  # a fresh process: no freed memory hides what is taken
-            grown, counted = pool.apply(_fill_host, (config.to_dict(), store.payloads.url, store.places, shape, all_digests))
+            grown, counted = pool.apply(_fill_host, (store.folder, shape, all_digests))
         out[f"host_bytes_ratio{name}"] = round(grown / counted, 4)
         out[f"host_bytes{name}"] = counted
     return out
 
 
-def _fill_host(config: dict[str, Any], url: str, places: dict[str, Place], cfg: ModelConfig, digests: list[str]) -> tuple[int, int]:
+def _fill_host(folder: str, cfg: ModelConfig, digests: list[str]) -> tuple[int, int]:
     """Growth of resident memory, and bytes counted, while revisions fill the host cache behind a slot that is taken."""
-    store = Store(url)
-    store.places = places
-    residency = residency_of(store, transformer.abstract(cfg), {1: 1}, ConfigDict(config), depth=len(digests))
+    store = Store(folder)
+    store.lease(digests)
+    residency = residency_of(store, transformer.abstract(cfg), 1, depth=len(digests))
     first, *others = digests
     residency.wait_for([first])  # its lease keeps the only slot: the others stay on the host
     before, counted = host.rss_bytes(), residency.host.nbytes
@@ -248,7 +246,7 @@ def _against_peft(config: Any, folder: Path) -> dict[str, Any]:
     peft.write_peft(path, adapter, adapter_config, hf.module_names(cfg, lora_tree.projections(specs, TARGETS)))
     store = Store(folder / "dense")
     [digest] = store.add([pack(adapter, Schema(BASE, adapter_config, "float32"))])
-    residency = residency_of(store, specs, {adapter_config.bucket: 1}, config)
+    residency = residency_of(store, specs, 1)
     torch.manual_seed(0)
     model = PeftModel.from_pretrained(transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields)), path, adapter_name="first")
 
@@ -264,7 +262,7 @@ def _against_peft(config: Any, folder: Path) -> dict[str, Any]:
     residency.close()
     return {
         "ratio_peft_load_adapter": timing.ratio(times, "peft", "ours"),
-        "peft_load_ms": {name: round(1e3 * s, 2) for name, s in timing.medians(times).items()},
+        "peft_load_ms": timing.medians_of(times, 1e3),
         "peft_bytes": store.nbytes([digest]),
     }
 

@@ -1,54 +1,74 @@
-"""What the benches of loading share: packed objects in a payload store, and residency over it without a catalog."""
+"""What the benches of loading share: a catalog of packed adapters, and residency over it, opened as jobs open it."""
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from mint_jax.catalog.packed import digest_of, unpack
-from mint_jax.catalog.payloads import PayloadStore, Place
-from mint_jax.residency.admission import Admission
+from mint_jax.catalog.exports import Export
+from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.catalog.packed import Schema, unpack
+from mint_jax.catalog.records import Lease, Resolved
+from mint_jax.residency.opening import Known, open_residency
 from mint_jax.residency.residency import Residency
-from mint_jax.residency.slots import DeviceSlots
 
 BASE = "0" * 64  # fingerprint of the base that is only a shape here
 TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
+LEASE_S = 86400.0
 
 
 class Store:
-    """Packed objects in a payload store; counts what is read."""
+    """Revisions of a catalog in a folder; counts what is read.
+
+    Attributes:
+        found: by digest what the catalog told of each.
+    """
 
     def __init__(self, folder: Path | str):
-        self.payloads = PayloadStore(str(folder))
-        self.places: dict[str, Place] = {}
+        self.folder = str(folder)
+        self.catalog = Catalog.open(self.folder)
+        self.found: dict[str, Resolved] = {}
         self.reads: list[str] = []
+        self._leases: dict[str, Lease] = {}
 
-    def add(self, objects: Iterable[bytes]) -> list[str]:
-        """Each in a pack of its own."""
-        digests = []
-        for data in objects:
-            digests.append(digest_of(data))
-            [self.places[digests[-1]]] = self.payloads.put([data])
+    def add(self, objects: Iterable[bytes], together: bool = False) -> list[str]:
+        """Exports packed adapters, each as a policy of its own; their digests.
+
+        Args:
+            together: in one pack; else each has its own.
+        """
+        exports = (Export(f"p{len(self.found) + k}", data, 1) for k, data in enumerate(objects))
+        made = self.catalog.export_many(list(exports), create=True) if together else [self._export(one) for one in exports]
+        return self.lease(revision.digest for revision in made)
+
+    def _export(self, one: Export) -> Any:
+        return self.catalog.export_many([one], create=True)[0]
+
+    def lease(self, digests: Iterable[str]) -> list[str]:
+        """Resolves and leases revisions, as a job does before it loads them."""
+        digests = list(digests)
+        self.found |= dict(zip(digests, self.catalog.resolve_many(digests)))
+        self._leases |= dict(zip(digests, self.catalog.lease_many(digests, "bench", LEASE_S)))
         return digests
 
     def fetch(self, digest: str) -> np.ndarray:
         self.reads.append(digest)
-        return self.payloads.read(self.places[digest])
+        return self.catalog.read_leased(self._leases[digest], verified=False)
 
     def nbytes(self, digests: Iterable[str]) -> int:
-        return sum(self.places[digest].length for digest in digests)
+        return sum(self.found[digest].place.length for digest in digests)
+
+    def known(self) -> dict[str, Known]:
+        """What the records tell of all, as residency is opened with it."""
+        schemas = {digest: Schema.from_json(found.schema) for digest, found in self.found.items()}
+        return {digest: Known(schema.config, schema.dtype, self.found[digest].finite) for digest, schema in schemas.items()}
 
 
-def residency_of(store: Store, specs: Any, rooms: dict[int, int], config: Any, piece: int | None = None, **settings: Any) -> Residency:
-    """Residency over a payload store; ``rooms``: slots of each rank bucket; ``piece``: its piece_bytes; ``settings``: of ``Residency``."""
-    slots = DeviceSlots(specs, rooms, TARGETS, jnp.dtype(config.dtype), piece_bytes=piece)
-    admission = Admission(BASE, specs, {bucket: slots.targets(bucket) for bucket in rooms}, store.places)
-    settings = {"workers": config.workers or os.cpu_count() or 1, "niceness": 0} | settings
-    return Residency(store.fetch, unpack, admission, slots, 1 << 40, **settings)
+def residency_of(store: Store, specs: Any, room: int, depth: int = 256) -> Residency:
+    """Residency over a store, with ``room`` slots and all of the host's memory, and otherwise the settings of jobs."""
+    return open_residency(store.fetch, unpack, BASE, specs, store.known(), room, 1 << 40, depth=depth)
 
 
 def load(residency: Residency, digests: list[str]) -> None:
