@@ -1,5 +1,10 @@
 """The error a user can mend: it names the value, what was expected, and the remedy."""
 
+import traceback
+from pathlib import Path
+
+_PACKAGE = str(Path(__file__).parent)
+
 
 class UserError(ValueError):
     """A mistake in a config, a file or a request. ``launch`` prints it as one line, without a traceback."""
@@ -8,3 +13,17 @@ class UserError(ValueError):
 def choice(what: str, value: object, choices: object) -> UserError:
     """A ``UserError`` for a value that is none of ``choices``."""
     return UserError(f"{what} is {value!r}; choose one of: {', '.join(map(str, choices))}")  # type: ignore[call-overload]
+
+
+def own_traceback(error: BaseException) -> str:
+    """The traceback of an error in a user's code, this package's frames left out; of an error in ours alone, all of it."""
+    shown = traceback.TracebackException.from_exception(error)
+    chain, one = [], shown
+    while one is not None and one not in chain:
+        chain.append(one)
+        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+    kept = [[frame for frame in one.stack if not frame.filename.startswith(_PACKAGE)] for one in chain]
+    if any(kept):
+        for one, frames in zip(chain, kept):
+            one.stack = traceback.StackSummary.from_list(frames)
+    return "".join(shown.format()).rstrip()

@@ -5,10 +5,11 @@ Rewards run on the host, in threads, while the devices work for other policies: 
 
 import dataclasses
 import importlib
+import inspect
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from mint_jax.errors import UserError, choice
+from mint_jax.errors import UserError, choice, own_traceback
 
 Message = dict[str, str]
 
@@ -53,22 +54,81 @@ def make(name: str, **options: Any) -> Environment:
     """The environment called ``name``, or ``module:factory`` of the user's own.
 
     Raises:
-        UserError: an unknown name, options the factory does not take, or no examples.
+        UserError: an unknown name, options the factory does not take, a mistake in its code, with the traceback, or something
+            that is no environment.
     """
+    factory = _factory(name)
+    if not callable(factory):
+        raise UserError(f"environment {name!r} is {_shown(factory)}; expected a function that returns an environment")
+    try:
+        inspect.signature(factory).bind(**options)
+    except TypeError as error:
+        raise UserError(f"environment {name!r} does not take these options ({error}): set what {_signature(factory)} names") from None
+    except ValueError:  # a builtin without a signature
+        pass
+    try:
+        environment = factory(**options)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"environment {name!r} raised {type(error).__name__}: {error}: mend it\n{own_traceback(error)}") from None
+    _check(name, environment)
+    return environment
+
+
+def _factory(name: str) -> Any:
+    """What a name in a config stands for."""
     target = REGISTRY.get(name, name)
     module, _, factory = target.partition(":")
     if not module or not factory.isidentifier():
         raise choice("environment", name, [*REGISTRY, "module:factory"])
     try:
-        environment = getattr(importlib.import_module(module), factory)(**options)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f"environment {name!r} could not be imported ({error}): check the module path, or install what it needs") from None
-    except TypeError as error:
-        raise UserError(f"environment {name!r} does not take these options ({error})") from None
+        found = importlib.import_module(module)
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
+            raise UserError(
+                f"environment {name!r} could not be imported ({error}): check the module path; it is looked for beside the config, in "
+                "the present folder and among installed packages"
+            ) from None
+        raise UserError(
+            f"environment {name!r} could not be imported ({type(error).__name__}: {error}): mend it, or install what it needs\n"
+            f"{own_traceback(error)}"
+        ) from None
+    if not hasattr(found, factory):
+        have = ", ".join(n for n in vars(found) if not n.startswith("_") and callable(getattr(found, n))) or "nothing to call"
+        raise UserError(f"environment {name!r} could not be imported ({module} has no {factory!r}): it has {have}")
+    return getattr(found, factory)
+
+
+def _check(name: str, environment: Any) -> None:
+    """Refuses what does not keep the protocol."""
+    if inspect.iscoroutine(environment):
+        environment.close()
+        raise UserError(f"environment {name!r} is made by an async function: make it a plain one")
+    expected = "expected an environment: an object with train, held_out and reward, such as envs.env.ListEnvironment"
+    for part in ("train", "held_out", "reward"):
+        if not hasattr(environment, part):
+            raise UserError(f"environment {name!r} made {_shown(environment)}, which has no {part}; {expected}")
     for split in ("train", "held_out"):
-        if not getattr(environment, split):
+        examples = getattr(environment, split)
+        if isinstance(examples, str | dict) or not (hasattr(examples, "__len__") and hasattr(examples, "__getitem__")):
+            raise UserError(f"{split} of environment {name!r} is {_shown(examples)}; expected a list of envs.env.Example")
+        if not len(examples):
             raise UserError(f"environment {name!r} has no {split} examples: its dataset is empty, check its path and sizes")
-    return environment
+        if not isinstance(examples[0], Example):
+            raise UserError(f"{split}[0] of environment {name!r} is {_shown(examples[0])}; expected an envs.env.Example")
+    if not callable(environment.reward):
+        raise UserError(f"reward of environment {name!r} is {_shown(environment.reward)}; expected a function of (completion, example)")
+    if inspect.iscoroutinefunction(environment.reward):
+        raise UserError(f"reward of environment {name!r} is async; rewards run in threads, several at once: make it a plain function")
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.80} ({type(value).__name__})"
+
+
+def _signature(factory: Any) -> str:
+    return f"{getattr(factory, '__name__', factory)}{inspect.signature(factory)}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,7 +30,7 @@ from mint_jax.train.trainer import LossConfig, PolicyConfig
 Config = Any  # an ml_collections.ConfigDict, whose own annotations know only JSON scalars
 
 # a resumed run may differ in these
-FREE_TO_CHANGE = ("steps", "export_every", "checkpoint", "log_every", "reward_workers", "keep_rollouts")
+FREE_TO_CHANGE = ("steps", "export_every", "checkpoint", "log_every", "reward_workers", "reward_timeout", "keep_rollouts")
 
 
 def say(message: str) -> None:

@@ -6,7 +6,6 @@ group-normalised advantages (GRPO, arXiv 2402.03300). ``schedule`` says how step
 
 import dataclasses
 import functools
-import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from mint_jax.catalog.rollouts import Rollouts
 from mint_jax.data.buckets import ShapeBook
 from mint_jax.data.order import epoch_indices
 from mint_jax.envs import env as env_lib
+from mint_jax.envs import scoring
 from mint_jax.envs.env import Environment, Example
 from mint_jax.errors import UserError
 from mint_jax.jobs import adapters, common, report
@@ -142,6 +142,7 @@ class ConcurrentGrpo:
         self.engine = DenseEngine(base, tokenizer.decode, config.get("max_rows", 256), keep_routes=replay)
         self.stop_ids = tokenizer.eos_ids
         self.tokens = 0  # sampled in this process
+        self.watch = scoring.Watch(config.get("reward_timeout", scoring.TIMEOUT_S))
         self.fixed: dict[str, Loaded] = {}
         self._fixed_stacks, self._fixed_slots = {}, {}
         self._books: dict[tuple[str, ...], tuple[ShapeBook, ShapeBook]] = {}
@@ -239,7 +240,7 @@ class ConcurrentGrpo:
                 texts[name].append(completions[0].text or "")
             return {name: (float(np.mean(rewards[name])), texts[name]) for name in self.members}
 
-        return multihost.agree("held-out rewards", judge)
+        return multihost.agree("held-out rewards", lambda: self.watch.over(judge))
 
 
 def trained_through(base: Base, config: Config) -> Base:
@@ -260,21 +261,9 @@ def checked_reward(name: str, env: Environment, completion: Completion, example:
     """The reward of one completion.
 
     Raises:
-        UserError: the reward function raised, or returned something that is no finite number.
+        UserError: see ``scoring.score``.
     """
-    try:
-        value = float(env.reward(completion.text or "", example))
-    except Exception as error:
-        raise UserError(
-            f"policy {name!r}: the reward function raised {type(error).__name__}: {error} "
-            f"for completion {completion.text!r:.200}: mend it and resume"
-        ) from error
-    if not math.isfinite(value):
-        raise UserError(
-            f"policy {name!r}: the reward function returned {value} for completion {completion.text!r:.200}; "
-            "expected a finite number: mend it and resume"
-        )
-    return value
+    return scoring.score(name, env, completion.text or "", example)
 
 
 def rollout_groups(sampling: Sampling, rollout: Rollout, rewards_QG: np.ndarray) -> list[Group]:
@@ -305,6 +294,7 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     """Trains, exports, evaluates; see the module. Returns the result it prints."""
     began = time.monotonic()
     common.claim_workdir(config, workdir)
+    schedule.check_workers(config.get("reward_workers", 4))
     units = schedule.units_of(list(config.policies), config.schedule, config.get("cohorts", 1))
     base = common.open_base(config)
     job = ConcurrentGrpo(config, base)
@@ -334,7 +324,7 @@ def _run(config: Config, workdir: Path, job: ConcurrentGrpo, run: TrainingRun, u
         run.record(step, rows, f"step {step + 1}: reward {rewards}, {job.tokens / (time.monotonic() - clock):.0f} sampled tokens/s")
 
     overlap, workers = config.schedule != "sequential", config.get("reward_workers", 4)
-    timing = schedule.run(units, dict(run.step), config.steps, job.rollout, job.reward, update, overlap, workers)
+    timing = schedule.run(units, dict(run.step), config.steps, job.rollout, job.reward, update, overlap, workers, job.watch.look)
     revisions = run.close()
     after = job.evaluate(adapted=True)
     before = run.notes["before"]

@@ -2,6 +2,8 @@
 
 import json
 import math
+import sys
+import types
 
 import pytest
 
@@ -61,6 +63,64 @@ def test_options_reach_the_factory(tmp_path, own):
 def test_bad_names_and_options_are_refused(own, name, options, message):
     with pytest.raises(UserError, match=message):
         env_lib.make(own + name.removeprefix("own") if name.startswith("own") else name, **options)
+
+
+class Bare:
+    train = held_out = [env_lib.Example("q", "a")]
+
+    def reward(self, completion, example):
+        return 1.0
+
+
+async def reward(completion, example):
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train": None}, r"train of environment 'own_made_for_test:make' is None \(NoneType\); expected a list of"),
+        ({"train": {"q": 1}}, r"train of environment .* \(dict\); expected a list of"),
+        ({"held_out": [("q", "a")]}, r"held_out\[0\] of environment .* \(tuple\); expected an envs.env.Example"),
+        ({"reward": 3}, r"reward of environment .* is 3 \(int\); expected a function of \(completion, example\)"),
+        ({"reward": staticmethod(reward)}, "reward of environment .* is async; .*make it a plain function"),
+        ({"held_out": ()}, "has no held_out examples"),
+    ],
+)
+def test_what_breaks_the_protocol_is_refused(monkeypatch, changes, message):
+    module = types.ModuleType("own_made_for_test")
+    monkeypatch.setitem(sys.modules, "own_made_for_test", module)
+    module.make = type("Own", (Bare,), changes)
+    with pytest.raises(UserError, match=message):
+        env_lib.make("own_made_for_test:make")
+
+
+@pytest.mark.parametrize("part", ["train", "held_out", "reward"])
+def test_a_factory_must_make_an_environment(monkeypatch, part):
+    module = types.ModuleType("own_made_for_test")
+    monkeypatch.setitem(sys.modules, "own_made_for_test", module)
+    whole = {"train": Bare.train, "held_out": Bare.held_out, "reward": lambda completion, example: 1.0}
+    module.make = lambda: types.SimpleNamespace(**{name: value for name, value in whole.items() if name != part})
+    with pytest.raises(UserError, match=rf"made namespace.* \(SimpleNamespace\), which has no {part}; expected an environment"):
+        env_lib.make("own_made_for_test:make")
+    module.make = lambda: [1]
+    with pytest.raises(UserError, match=r"made \[1\] \(list\), which has no train; expected an environment"):
+        env_lib.make("own_made_for_test:make")
+    module.make = 3
+    with pytest.raises(UserError, match=r"is 3 \(int\); expected a function that returns an environment"):
+        env_lib.make("own_made_for_test:make")
+
+
+def test_an_async_factory_is_refused(monkeypatch):
+    module = types.ModuleType("own_made_for_test")
+    monkeypatch.setitem(sys.modules, "own_made_for_test", module)
+
+    async def make():
+        return Bare()
+
+    module.make = make
+    with pytest.raises(UserError, match="made by an async function"):
+        env_lib.make("own_made_for_test:make")
 
 
 def test_a_file_with_too_few_rows_is_refused(tmp_path):

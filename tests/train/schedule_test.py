@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from mint_jax.errors import UserError
-from mint_jax.train.schedule import SCHEDULES, Timing, run, units_of
+from mint_jax.train.schedule import SCHEDULES, Timing, check_workers, run, units_of
 
 WAIT_S = 60  # only reached when a test fails
 
@@ -36,10 +36,10 @@ class Phases:
         assert scored == {name: (name, step, "scored") for name in scored}
         self.calls.append(("update", tuple(scored), step))
 
-    def run(self, units, steps, overlap, first=None, **replaced):
+    def run(self, units, steps, overlap, first=None, look=None, **replaced):
         functions = {name: replaced.get(name, getattr(self, name)) for name in ("rollout", "reward", "update")}
         first_step = dict.fromkeys((n for unit in units for n in unit), 0) | (first or {})
-        return run(units, first_step, steps, overlap=overlap, **functions)
+        return run(units, first_step, steps, overlap=overlap, look=look, **functions)
 
 
 def test_units_are_single_policies_or_cohorts_of_all():
@@ -176,6 +176,42 @@ def test_one_failed_reward_of_a_unit_stops_its_update():
     with pytest.raises(ZeroDivisionError):
         phases.run([["a", "b", "c"]], 2, overlap=True, reward=reward)
     assert phases.calls == [("rollout", ("a", "b", "c"), 0)]
+
+
+@pytest.mark.parametrize("workers", [0, -1, 1.5, True, None])
+def test_no_workers_are_refused(workers):
+    with pytest.raises(UserError, match=r"reward_workers is .*; expected how many .*at least 1"):
+        check_workers(workers)
+
+
+def test_who_waits_is_looked_after(monkeypatch):
+    """Every second, with how long and for how many; and a reward that hangs is found while the devices have other work."""
+    monkeypatch.setattr("mint_jax.train.schedule.LOOK_S", 0.01)
+    phases, looks = Phases(), []
+
+    def look(waited, waiting):
+        looks.append((waited, waiting))
+        if waited > 0.05:
+            raise UserError("too long")
+
+    release = threading.Event()
+    try:
+        with pytest.raises(UserError, match="too long"):
+            phases.run([["a"], ["b"]], 2, overlap=True, reward=lambda name, samples: release.wait(WAIT_S), look=look)
+        assert looks[0] == (0.0, 0)
+        assert (0.0, 1) in looks
+        assert looks[-1][1] == 2
+        assert [call[0] for call in phases.calls] == ["rollout", "rollout"]
+
+        def at_once(waited, waiting):
+            if waiting:
+                raise UserError("one hangs")
+
+        with pytest.raises(UserError, match="one hangs"):
+            phases.run([["a"], ["b"]], 2, overlap=True, reward=lambda name, samples: release.wait(WAIT_S), look=at_once)
+        assert [call[0] for call in phases.calls] == ["rollout", "rollout", "rollout"]
+    finally:
+        release.set()
 
 
 def test_busy_is_the_devices_share_of_the_time():

@@ -1,0 +1,131 @@
+"""Rewards of completions: what a reward function may return, what is said of its mistakes, and a watch over slow ones.
+
+A thread cannot be ended from outside. So rewards run in threads that do not keep the process alive, each call says what it is
+at, and who waits for them looks at that: after some seconds it is shown, after a time-out the wait ends with an error.
+"""
+
+import dataclasses
+import inspect
+import math
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Any, TextIO, TypeVar
+
+from mint_jax.envs.env import Environment, Example
+from mint_jax.errors import UserError, own_traceback
+
+T = TypeVar("T")
+TIMEOUT_S = 600.0  # of one completion's reward
+SHOWN_S = 10.0  # a wait is shown after so long, and again each time it has doubled
+LOOK_S = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    who: str
+    completion: str
+    prompt: Any
+    began: float
+
+    def __str__(self) -> str:
+        prompt = self.prompt if isinstance(self.prompt, str) else self.prompt[-1].get("content", "") if self.prompt else ""
+        return f"policy {self.who!r}, completion {self.completion!r:.200} of prompt {prompt!r:.200}"
+
+
+_running: dict[int, _Call] = {}  # by thread
+
+
+def score(who: str, env: Environment, completion: str, example: Example) -> float:
+    """The reward of one completion.
+
+    Args:
+        who: the policy that drew it, for errors.
+
+    Raises:
+        UserError: the reward function raised, with its traceback, or returned what is no finite number.
+    """
+    call = _running[threading.get_ident()] = _Call(who, completion, example.messages, time.monotonic())
+    try:
+        value: Any = env.reward(completion, example)
+    except Exception as error:
+        raise UserError(
+            f"the reward function raised {type(error).__name__}: {error}; {call}: mend it and resume\n{own_traceback(error)}"
+        ) from None
+    finally:
+        _running.pop(threading.get_ident(), None)
+    if inspect.iscoroutine(value):
+        value.close()
+        raise UserError(f"the reward function is async, {call}: rewards run in threads, make it a plain function")
+    if isinstance(value, str | bool) or type(value).__name__ == "bool" or not hasattr(value, "__float__") or getattr(value, "ndim", 0):
+        shown = f"{value!r:.80} ({type(value).__name__})"
+        raise UserError(f"the reward function returned {shown}; expected a number, such as float(...) of it; {call}: mend it and resume")
+    if not math.isfinite(value := float(value)):
+        raise UserError(f"the reward function returned {value}; expected a finite number; {call}: mend it and resume")
+    return value
+
+
+class Watch:
+    """Looks at the rewards of this process that somebody waits for.
+
+    Args:
+        timeout_s: seconds that one completion's reward may take; 0 lets it take any.
+        out: where slow ones are shown.
+
+    Raises:
+        UserError: the time-out is no number of seconds.
+    """
+
+    def __init__(self, timeout_s: float = TIMEOUT_S, out: TextIO | None = None):
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 <= timeout_s < math.inf:
+            raise UserError(f"reward_timeout is {timeout_s!r}; expected seconds that one completion's reward may take, or 0 for any time")
+        self.timeout_s, self._out = timeout_s, out
+        self._waited, self._due = 0.0, SHOWN_S
+
+    def look(self, waited_s: float, waiting: int) -> None:
+        """To be called every second of a wait.
+
+        Args:
+            waited_s: seconds since the wait began.
+            waiting: policies whose rewards are not there yet.
+
+        Raises:
+            UserError: a reward has taken longer than the time-out, naming policy, prompt and completion.
+        """
+        now, calls = time.monotonic(), sorted(_running.values(), key=lambda call: call.began)
+        if self.timeout_s and calls and now - calls[0].began > self.timeout_s:
+            raise UserError(
+                f"a reward has taken {now - calls[0].began:.0f} s, {calls[0]}; reward_timeout is {self.timeout_s:g} s: mend the reward "
+                "function, or raise reward_timeout (0 is none), and resume"
+            )
+        if waited_s < self._waited:  # another wait
+            self._due = SHOWN_S
+        self._waited = waited_s
+        if waited_s >= self._due:
+            self._due = 2 * waited_s
+            longest = f"; the longest runs for {now - calls[0].began:.0f} s: {calls[0]}" if calls else ""
+            text = f"waiting for rewards for {waited_s:.0f} s: {waiting} to come, {len(calls)} completions at work{longest}"
+            print(text, file=self._out or sys.stderr, flush=True)
+
+    def over(self, call: Callable[[], T]) -> T:
+        """What ``call``, which computes rewards, returns; it runs in a thread of its own, under this watch."""
+        future, began = in_thread(call), time.monotonic()
+        while not wait([future], LOOK_S).done:
+            self.look(time.monotonic() - began, 1)
+        return future.result()
+
+
+def in_thread(call: Callable[[], T]) -> "Future[T]":
+    """Runs a function in a thread that does not keep the process alive."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="reward", daemon=True).start()
+    return future

@@ -1,0 +1,159 @@
+"""What a reward may return, whose traceback is shown, and what becomes of a reward that is slow or never ends."""
+
+import io
+import subprocess
+import sys
+import threading
+import time
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from mint_jax.envs import env as env_lib
+from mint_jax.envs import scoring
+from mint_jax.envs.env import Example, ListEnvironment
+from mint_jax.errors import UserError
+
+EXAMPLE = Example(({"role": "system", "content": "s"}, {"role": "user", "content": "what is 2 + 2?"}), "4")
+OWN = """
+from mint_jax.envs.env import Example, ListEnvironment
+
+def score(text, example):
+    return helper(5)
+
+def helper(value):
+    return len(value)
+
+def task():
+    return ListEnvironment([Example("q", "a")], [Example("h", "a")], score)
+
+def broken():
+    return helper(7)
+"""
+
+
+def env_of(score) -> ListEnvironment:
+    return ListEnvironment([EXAMPLE], [EXAMPLE], score)
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch) -> str:
+    (tmp_path / "own_rewards_for_test.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    return "own_rewards_for_test"
+
+
+def test_a_mistake_in_a_reward_keeps_the_users_frames_and_none_of_ours(own):
+    with pytest.raises(UserError) as caught:
+        scoring.score("ada", env_lib.make(f"{own}:task"), "four", EXAMPLE)
+    first, *rest = str(caught.value).splitlines()
+    assert "raised TypeError: object of type 'int' has no len(); policy 'ada', completion 'four' of prompt 'what is 2 + 2?'" in first
+    text = "\n".join(rest)
+    assert f"{own}.py" in text
+    assert "return helper(5)" in text
+    assert "return len(value)" in text
+    assert "mint_jax" not in text
+
+
+def test_a_mistake_in_an_environment_keeps_the_users_frames(own, tmp_path):
+    with pytest.raises(UserError, match=rf"(?s)'{own}:broken' raised TypeError: .*no len\(\).*: mend it.*return len\(value\)") as caught:
+        env_lib.make(f"{own}:broken")
+    assert "mint_jax" not in str(caught.value)
+    (tmp_path / "own_import_for_test.py").write_text("import os\nos.no_such_thing\n")
+    with pytest.raises(UserError, match=r"(?s)could not be imported \(AttributeError: .*no_such_thing.*line 2"):
+        env_lib.make("own_import_for_test:task")
+    (tmp_path / "own_needs_for_test.py").write_text("import no_such_package_here\n")
+    with pytest.raises(UserError, match=r"(?s)ModuleNotFoundError: .*no_such_package_here.*own_needs_for_test\.py"):
+        env_lib.make("own_needs_for_test:task")
+
+
+def test_an_error_of_ours_alone_is_shown_whole():
+    with pytest.raises(UserError, match=r"(?s)raised TypeError.*in reward"):
+        scoring.score("ada", ListEnvironment([EXAMPLE], [EXAMPLE], {}.__getitem__), "", EXAMPLE)
+
+
+@pytest.mark.parametrize("value", [1, 0.5, -2, np.float32(0.25), np.int64(3), np.array(0.5), Fraction(1, 2)])
+def test_numbers_are_rewards(value):
+    assert scoring.score("ada", env_of(lambda text, example: value), "x", EXAMPLE) == float(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        (None, r"returned None \(NoneType\); expected a number"),
+        (True, r"returned True \(bool\); expected a number, such as float\(\.\.\.\)"),
+        (np.True_, r"\(bool\w*\); expected a number"),
+        ("1", r"returned '1' \(str\); expected a number"),
+        ([1.0], r"returned \[1\.0\] \(list\)"),
+        (np.ones(1), r"returned array\(\[1\.\]\) \(ndarray\)"),
+        (float("nan"), "returned nan; expected a finite number"),
+        (float("inf"), "returned inf; expected a finite number"),
+    ],
+)
+def test_what_is_no_number_is_refused(value, told):
+    with pytest.raises(UserError, match=rf"{told}.*policy 'ada', completion 'text' of prompt 'what is 2 \+ 2\?'.*mend it and resume"):
+        scoring.score("ada", env_of(lambda text, example: value), "text", EXAMPLE)
+
+
+def test_an_async_reward_is_refused_where_it_shows():
+    async def reward(text, example):
+        return 1.0
+
+    with pytest.raises(UserError, match=r"reward function is async, policy 'ada'.*make it a plain function"):
+        scoring.score("ada", env_of(reward), "x", EXAMPLE)
+
+
+@pytest.mark.parametrize("timeout", [-1, float("inf"), float("nan"), "60", True, None])
+def test_a_timeout_is_seconds(timeout):
+    with pytest.raises(UserError, match=r"reward_timeout is .*; expected seconds"):
+        scoring.Watch(timeout)
+
+
+def test_a_slow_reward_is_shown_and_one_that_hangs_ends_at_the_timeout(monkeypatch):
+    ended = threading.Event()
+    env = env_of(lambda text, example: float(ended.wait(60)))
+    monkeypatch.setattr(scoring, "SHOWN_S", 0.05)
+    monkeypatch.setattr(scoring, "LOOK_S", 0.02)
+    out = io.StringIO()
+    began = time.monotonic()
+    try:
+        with pytest.raises(UserError, match=r"a reward has taken .*'ada', completion 'hm' of prompt 'what.*reward_timeout is 0\.5 s"):
+            scoring.Watch(0.5, out).over(lambda: scoring.score("ada", env, "hm", EXAMPLE))
+        assert time.monotonic() - began < 30
+    finally:
+        ended.set()
+    shown = out.getvalue().splitlines()
+    assert 1 <= len(shown) <= 6, "each time the wait has doubled"
+    assert "1 to come, 1 completions at work; the longest runs for 0 s: policy 'ada', completion 'hm'" in shown[0]
+
+
+def test_no_timeout_waits_and_what_is_raised_or_returned_arrives(monkeypatch):
+    monkeypatch.setattr(scoring, "LOOK_S", 0.01)
+    watch = scoring.Watch(0)
+    assert watch.over(lambda: time.sleep(0.1) or "done") == "done"
+    with pytest.raises(ZeroDivisionError):
+        watch.over(lambda: 1 / 0)
+
+
+HANGS = """
+import threading
+from mint_jax.envs import scoring
+from mint_jax.envs.env import Example, ListEnvironment
+from mint_jax.errors import UserError
+from mint_jax.train import schedule
+example = Example("prompt", "")
+env = ListEnvironment([example], [example], lambda text, example: float(threading.Event().wait()))
+try:
+    schedule.run([["a"]], {"a": 0}, 1, lambda names, step: {"a": ""}, lambda name, text: scoring.score(name, env, text, example),
+                 lambda scored, step: None, False, 1, scoring.Watch(1.5).look)
+except UserError as error:
+    print(error)
+"""
+
+
+def test_the_process_does_not_wait_for_a_reward_that_hangs():
+    done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "a reward has taken" in done.stdout
+    assert "policy 'a', completion '' of prompt 'prompt'" in done.stdout
