@@ -67,6 +67,16 @@ def score(who: str, env: Environment, completion: str, example: Example) -> floa
     return value
 
 
+def check_timeout(timeout_s: float) -> None:
+    """Refuses a time-out that is no number of seconds.
+
+    Raises:
+        UserError: naming it.
+    """
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 <= timeout_s < math.inf:
+        raise UserError(f"reward_timeout is {timeout_s!r}; expected seconds that one completion's reward may take, or 0 for any time")
+
+
 class Watch:
     """Looks at the rewards of this process that somebody waits for.
 
@@ -79,8 +89,7 @@ class Watch:
     """
 
     def __init__(self, timeout_s: float = TIMEOUT_S, out: TextIO | None = None):
-        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 <= timeout_s < math.inf:
-            raise UserError(f"reward_timeout is {timeout_s!r}; expected seconds that one completion's reward may take, or 0 for any time")
+        check_timeout(timeout_s)
         self.timeout_s, self._out = timeout_s, out
         self._waited, self._due = 0.0, SHOWN_S
 

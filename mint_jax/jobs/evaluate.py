@@ -16,6 +16,7 @@ import numpy as np
 from mint_jax import multihost
 from mint_jax.catalog.packed import digest_of
 from mint_jax.envs import env as env_lib
+from mint_jax.envs import scoring
 from mint_jax.envs.env import Example
 from mint_jax.errors import UserError
 from mint_jax.jobs import adapters, agreement, catalogs, common, report
@@ -54,7 +55,8 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
 
             return {label: (rewards(label, alone[text]), rewards(label, among[text])) for label, text in config.adapters.items()}
 
-        judged = multihost.agree("rewards", judge)
+        watch = scoring.Watch(config.get("reward_timeout", scoring.TIMEOUT_S))
+        judged = multihost.agree("rewards", lambda: watch.over(judge))
         verdicts = {}
         for label, text in config.adapters.items():
             own, served = ([c for group in found[text] for c in group] for found in (alone, among))

@@ -293,8 +293,9 @@ def as_record(rollout: Rollout, rewards_QG: np.ndarray, digest: str) -> Rollouts
 def run(config: Config, workdir: Path) -> dict[str, Any]:
     """Trains, exports, evaluates; see the module. Returns the result it prints."""
     began = time.monotonic()
-    common.claim_workdir(config, workdir)
     schedule.check_workers(config.get("reward_workers", 4))
+    scoring.check_timeout(config.get("reward_timeout", scoring.TIMEOUT_S))
+    common.claim_workdir(config, workdir)
     units = schedule.units_of(list(config.policies), config.schedule, config.get("cohorts", 1))
     base = common.open_base(config)
     job = ConcurrentGrpo(config, base)

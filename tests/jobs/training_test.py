@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import threading
 from pathlib import Path
 
 import jax
@@ -99,6 +100,32 @@ def test_a_bad_reward_names_policy_and_remedy(factory, says, own_env, tmp_path):
     with pytest.raises(UserError, match=says) as error:
         grpo.run(config, tmp_path)
     assert "ppo" in str(error.value)
+
+
+@pytest.mark.parametrize("where", ["held out", "in training"])
+def test_a_reward_that_hangs_ends_the_run_at_its_timeout(where, own_env, tmp_path, monkeypatch):
+    monkeypatch.setattr("mint_jax.envs.scoring.LOOK_S", 0.1)
+    monkeypatch.setattr("mint_jax.train.schedule.LOOK_S", 0.1)
+    release = threading.Event()
+    examples = [Example(f"{i} is", "hangs" if where == "in training" else "") for i in range(4)]
+    held_out = [Example("9 is", "hangs" if where == "held out" else "")]
+    env = ListEnvironment(examples, held_out, lambda text, example: float(not example.answer or release.wait(120)))
+    config = only(tiny("grpo", reward_timeout=0.5), "ppo")
+    config.policies.ppo.env.name = own_env(lambda: env)
+    try:
+        with pytest.raises(
+            UserError, match=r"a reward has taken .*'ppo', completion .* of prompt '\d is'.*reward_timeout is 0\.5 s"
+        ):
+            grpo.run(config, tmp_path)
+    finally:
+        release.set()
+
+
+@pytest.mark.parametrize(("setting", "value"), [("reward_workers", 0), ("reward_timeout", -1.0)])
+def test_settings_of_rewards_are_checked_before_anything_is_done(setting, value, tmp_path):
+    with pytest.raises(UserError, match=f"{setting} is {value}; expected"):
+        grpo.run(tiny("grpo", **{setting: value}), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
 
 
 def test_another_runs_workdir_is_refused(tmp_path):
