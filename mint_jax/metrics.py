@@ -3,45 +3,88 @@
 Where several processes run, the first writes and prints; in the others the same calls do nothing.
 """
 
+import contextlib
 import json
-import os
+import math
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
 from mint_jax import multihost
+from mint_jax.errors import UserError
 
 
 class MetricsWriter:
-    """Appends rows to ``metrics.jsonl`` and their numbers to TensorBoard.
+    """Appends rows to ``metrics.jsonl`` and their numbers to TensorBoard, both at once and in the calling thread.
+
+    tensorboardX's own ``SummaryWriter`` writes in a thread; when that dies of a full disk, with a traceback, the eleventh call
+    after it waits for ever.
 
     Args:
         directory: the run's workdir.
         tensorboard: also write event files under ``tensorboard/``.
+
+    Raises:
+        UserError: a file cannot be written, here or in ``write``.
     """
 
     def __init__(self, directory: str | Path, tensorboard: bool = True):
         self.path = Path(directory) / "metrics.jsonl"
-        self._file = (self.path if multihost.is_main() else Path(os.devnull)).open("a", buffering=1)
-        self._board = None
-        if tensorboard and multihost.is_main():
-            from tensorboardX import SummaryWriter
+        self._file = self._board = None
+        self._failed = False
+        if not multihost.is_main():
+            return
+        with self._told(self.path):
+            self._file = self.path.open("ab", buffering=0)
+        if tensorboard:
+            from tensorboardX.event_file_writer import EventsWriter
 
-            self._board = SummaryWriter(str(Path(directory) / "tensorboard"), write_to_disk=True)
+            folder = Path(directory) / "tensorboard"
+            with self._told(folder):
+                folder.mkdir(exist_ok=True)
+                self._board = EventsWriter(str(folder / "events"))
 
     def write(self, step: int, name: str, values: dict[str, Any]) -> None:
         """One row ``{"step", "name", ...values}``."""
-        self._file.write(json.dumps({"step": step, "name": name, "time": round(time.time(), 3), **values}) + "\n")
+        if self._file is None:
+            return
+        line = json.dumps({"step": step, "name": name, "time": round(time.time(), 3), **values}).encode() + b"\n"
+        with self._told(self.path):
+            while line:  # a disk that is nearly full takes a part
+                line = line[self._file.write(line) :]
         if self._board is not None:
-            for key, value in values.items():
-                if isinstance(value, int | float):
-                    self._board.add_scalar(f"{name}/{key}", value, step)
+            from tensorboardX.proto import event_pb2
+            from tensorboardX.summary import scalar
+
+            numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
+            with self._told(self.path.parent / "tensorboard"):
+                for key, value in numbers.items():
+                    event = event_pb2.Event(wall_time=time.time(), step=step, summary=scalar(f"{name}/{key}", value))
+                    self._board.write_event(event)
+                self._board.flush()
+
+    @contextlib.contextmanager
+    def _told(self, path: Path) -> Iterator[None]:
+        """Turns an error of the file system into a line."""
+        try:
+            yield
+        except OSError as error:
+            self._failed = True
+            raise UserError(
+                f"{path} cannot be written ({error.strerror or error}): free or allow the space, and start the same command again, which "
+                "resumes; --config.tensorboard=false writes no event files"
+            ) from None
 
     def close(self) -> None:
-        self._file.close()
-        if self._board is not None:
-            self._board.close()
+        for file in (self._file, self._board):
+            if file is not None:
+                try:
+                    file.close()
+                except OSError as error:  # what a full disk did not take has been told of
+                    if not self._failed:
+                        raise UserError(f"{self.path.parent} cannot be written ({error.strerror or error})") from None
 
 
 def truncate_rows(path: Path, keep: dict[str, int]) -> None:
@@ -62,16 +105,34 @@ def truncate_rows(path: Path, keep: dict[str, int]) -> None:
 
 
 class Progress:
-    """Prints ``[what] done/total, detail, elapsed, left`` at most every ``every`` seconds, and at the end."""
+    """Prints ``[what] done/total unit detail (elapsed, left)`` at most every ``every`` seconds, and at the end.
 
-    def __init__(self, what: str, total: int, every: float = 2.0, out: TextIO | None = None, done: int = 0):
-        self.what, self.total, self.every = what, total, every
+    Args:
+        total: all there is to do, in pieces.
+        done: pieces that were done before.
+        per: pieces of one that is shown: 3 for steps that three policies take, 1e6 for bytes shown as MB. The time left goes
+            by pieces.
+        unit: what those are, in words.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        total: int,
+        every: float = 2.0,
+        out: TextIO | None = None,
+        done: int = 0,
+        per: float = 1,
+        unit: str = "",
+    ):
+        self.what, self.total, self.every, self.per, self.unit = what, total, every, per, unit
         self.out = out or sys.stderr
         self._start = time.monotonic()
         self._first = done
         self._last = float("-inf")
 
     def update(self, done: int, detail: str = "") -> None:
+        """Says how far it is, unless it has just been said."""
         now = time.monotonic()
         if not multihost.is_main():
             return
@@ -82,7 +143,10 @@ class Progress:
         moved = done - self._first
         left = elapsed / moved * (self.total - done) if moved > 0 else float("nan")
         eta = f", {clock(left)} left" if moved > 0 and done < self.total else ""
-        print(f"[{self.what}] {done}/{self.total}{' ' + detail if detail else ''} ({clock(elapsed)}{eta})", file=self.out, flush=True)
+        total = math.ceil(self.total / self.per)
+        shown = f"{total if done >= self.total else int(done // self.per)}/{total}"
+        words = " ".join(word for word in (shown, self.unit, detail) if word)
+        print(f"[{self.what}] {words} ({clock(elapsed)}{eta})", file=self.out, flush=True)
 
 
 def clock(seconds: float) -> str:

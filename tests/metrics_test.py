@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import struct
 import time
 
@@ -9,6 +10,8 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from mint_jax import metrics
+from mint_jax.errors import UserError
+from tests.disks import LIMITS, run_limited
 
 
 def read(path) -> list[dict]:
@@ -109,6 +112,57 @@ def test_progress_of_a_resumed_run_rates_only_its_own_steps(clock):
     clock[0] += 10
     progress.update(85)
     assert out.getvalue() == "[train] 85/100 (0:10, 0:30 left)\n"
+
+
+def test_progress_counts_what_users_count(clock):
+    """Three policies take 4 steps each: 12 pieces of work, 4 steps; the time left goes by the pieces."""
+    out = io.StringIO()
+    steps, loaded = (
+        metrics.Progress("grpo", 12, out=out, per=3, unit="steps"),
+        metrics.Progress("loading base", 2_500_001, 0.0, out, per=1e6, unit="MB"),
+    )
+    clock[0] += 10
+    steps.update(5, "reward 0.5")
+    loaded.update(1_900_000)
+    loaded.update(2_500_001)
+    steps.update(12)
+    assert out.getvalue().splitlines() == [
+        "[grpo] 1/4 steps reward 0.5 (0:10, 0:14 left)",
+        "[loading base] 1/3 MB (0:10, 0:03 left)",
+        "[loading base] 3/3 MB (0:10)",
+        "[grpo] 4/4 steps (0:10)",
+    ]
+
+
+def fill_the_disk(directory):
+    """Writes rows until the room is used up, and then some; prints what came of it. Run by ``run_limited``."""
+    told = []
+    writer = metrics.MetricsWriter(directory, tensorboard=True)
+    for step in range(20_000):
+        try:
+            writer.write(step, "a", {"loss": 0.5, "text": "x" * 200})
+        except UserError as error:
+            told.append(str(error))
+            if len(told) == 20:  # more than the queue of a writer that works in a thread takes
+                break
+    writer.close()
+    print(json.dumps(told))
+
+
+@pytest.mark.parametrize("limit", LIMITS)
+def test_a_full_disk_is_one_line_and_nothing_hangs(limit, tmp_path):
+    told = json.loads(run_limited(limit, 1, "tests.metrics_test", tmp_path))
+    assert len(told) == 20
+    assert all(re.match(r"\S*(metrics\.jsonl|tensorboard) cannot be written \(.*\): free or allow the space", one) for one in told)
+    assert not any("\n" in one for one in told)
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "tensorboard").write_text("a file")
+    with pytest.raises(UserError, match=r"tensorboard cannot be written \(.*exists\).*--config\.tensorboard=false"):
+        metrics.MetricsWriter(tmp_path)
+    with pytest.raises(UserError, match=r"metrics\.jsonl cannot be written \(No such file"):
+        metrics.MetricsWriter(tmp_path / "nothing")
 
 
 def test_progress_goes_to_stderr(capsys):

@@ -120,8 +120,8 @@ def open_base(config: Config) -> Base:
 
     def report(done: int, total: int) -> None:
         nonlocal progress
-        progress = progress or Progress("loading base", total)
-        progress.update(done, "bytes")
+        progress = progress or Progress("loading base", total, per=1e6, unit="MB")
+        progress.update(done)
 
     base = base_lib.load(config.base, devices, config.get("dtype", "float32"), report, config.get("quantise", ""))
     multihost.require_same("the base", lambda: base.fingerprint)

@@ -98,7 +98,9 @@ class TrainingRun:
         multihost.agree("metrics.jsonl", lambda: metrics.truncate_rows(workdir / "metrics.jsonl", self.step))
         self._writer = metrics.MetricsWriter(workdir, config.get("tensorboard", True))
         self._remember_shapes(self.step)
-        self._progress = metrics.Progress(config.job, config.steps * len(self.step), done=sum(self.step.values()))
+        self._progress = metrics.Progress(
+            config.job, config.steps * len(self.step), done=sum(self.step.values()), per=len(self.step), unit="steps"
+        )
         self._due = min(self.step.values()) + config.checkpoint.every
         for name in self.trainer.policies:
             self._introduce(name)

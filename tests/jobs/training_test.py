@@ -113,9 +113,7 @@ def test_a_reward_that_hangs_ends_the_run_at_its_timeout(where, own_env, tmp_pat
     config = only(tiny("grpo", reward_timeout=0.5), "ppo")
     config.policies.ppo.env.name = own_env(lambda: env)
     try:
-        with pytest.raises(
-            UserError, match=r"a reward has taken .*'ppo', completion .* of prompt '\d is'.*reward_timeout is 0\.5 s"
-        ):
+        with pytest.raises(UserError, match=r"a reward has taken .*'ppo', completion .* of prompt '\d is'.*reward_timeout is 0\.5 s"):
             grpo.run(config, tmp_path)
     finally:
         release.set()
