@@ -61,7 +61,7 @@ class MetricsWriter:
             numbers = {key: value for key, value in values.items() if isinstance(value, int | float)}
             with self._told(self.path.parent / "tensorboard"):
                 for key, value in numbers.items():
-                    event = event_pb2.Event(wall_time=time.time(), step=step, summary=scalar(f"{name}/{key}", value))
+                    event = event_pb2.Event(wall_time=time.time(), step=step, summary=scalar(f"{name}/{key}", value))  # type: ignore[attr-defined]
                     self._board.write_event(event)
                 self._board.flush()
 

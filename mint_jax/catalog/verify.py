@@ -10,6 +10,7 @@ import sqlalchemy as sa
 
 from mint_jax.catalog import losses, replay
 from mint_jax.catalog.database import UNREADABLE, Database
+from mint_jax.catalog.exports import is_finite
 from mint_jax.catalog.packed import schema_digest, unpack
 from mint_jax.catalog.payloads import PayloadStore, Place
 from mint_jax.catalog.records import Resolved, full_name
@@ -38,7 +39,7 @@ class Finding:
 
 def verify_one(database: Database, store: PayloadStore, found: Resolved) -> Iterator[Finding]:
     """Checks the bytes of one revision."""
-    damage = _payload_damage(store, found.place, found.digest, found.schema)
+    damage = _payload_damage(store, found.place, found.digest, found.schema, found.finite)
     if damage is not None:
         yield Finding("payload", damage, found.digest, database.read(lambda c: _concerned(c, bytes.fromhex(found.digest))))
 
@@ -99,7 +100,7 @@ def _verify_pack(database: Database, store: PayloadStore, pack: sa.Row, checked:
         index = None
     for row in rows:
         place, digest = Place(pack.name, row.offset, row.length), row.digest.hex()
-        damage = _payload_damage(store, place, digest, row.json)
+        damage = _payload_damage(store, place, digest, row.json, bool(row.finite))
         checked(row.length)
         if damage is None and index is not None and index.get(digest) != place:
             damage = f"pack {pack.name} has it at {index.get(digest)}, the database at {place}"
@@ -113,11 +114,13 @@ def _still(connection: sa.Connection, row: sa.Row) -> bool:
     return connection.execute(query).first() is not None
 
 
-def _payload_damage(store: PayloadStore, place: Place, digest: str, schema: str | None) -> str | None:
+def _payload_damage(store: PayloadStore, place: Place, digest: str, schema: str | None, finite: bool) -> str | None:
     try:
         data = store.read(place, digest)
         if schema is not None and unpack(data)[1].to_json() != schema:
             return f"revision {digest[:12]} has another schema than the database says"
+        if finite and schema is not None and not is_finite(data, schema):
+            return f"revision {digest[:12]} has NaN or infinite weights, and the database says that it has none"
     except UserError as error:
         return str(error)
     return None

@@ -67,7 +67,7 @@ def make(name: str, **options: Any) -> Environment:
     except ValueError:  # a builtin without a signature
         pass
     try:
-        environment = factory(**options)
+        environment: Any = factory(**options)
     except UserError:
         raise
     except Exception as error:

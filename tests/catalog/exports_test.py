@@ -12,6 +12,7 @@ from blake3 import blake3
 from mint_jax.catalog import exports
 from mint_jax.catalog.exports import Export
 from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.catalog.tables import payloads
 from mint_jax.errors import UserError
 from tests.catalog.adapters import SCHEMA, packed
 from tests.catalog.conftest import same_bytes
@@ -275,6 +276,13 @@ def test_every_way_in_looks_at_the_numbers_and_the_record_tells(place, tmp_path)
     with catalog.database.engine.begin() as connection:
         connection.execute(sa.text("UPDATE payloads SET finite = NULL"))  # as before the column was
     assert not any(catalog.resolve(digest).finite for digest in recovered)
+    assert [finding for finding in catalog.verify() if finding.kind == "payload"] == []
+    with catalog.database.engine.begin() as connection:
+        connection.execute(payloads.update().values(finite=True))
+    [lie] = [finding for finding in catalog.verify() if finding.kind == "payload"]
+    assert lie.digest == blake3(bad).hexdigest()
+    assert "has NaN or infinite weights, and the database says that it has none" in lie.what
+    assert list(catalog.verify(lie.digest)) == [lie]
 
 
 def test_a_leased_payload_is_read_without_a_digest_where_the_caller_has_one(catalog, monkeypatch):
