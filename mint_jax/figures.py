@@ -23,8 +23,6 @@ from mint_jax.bench import stamp, tables, timing
 from mint_jax.errors import UserError
 from mint_jax.metrics import clock
 
-UNSTAMPED = stamp.ROOT / "notebooks" / "reports" / "unstamped.txt"  # reports from before stamps, until they are measured again
-
 
 class Run(NamedTuple):
     """One report.
@@ -129,7 +127,7 @@ def report_of(run: Run, workdir: Path, results: Sequence[dict[str, Any]]) -> dic
     return stamp.without_paths(merged | extra | {"stamp": stamps[0]})
 
 
-def publish(run: Run, workdir: Path, report: dict[str, Any], unstamped: Path = UNSTAMPED) -> None:
+def publish(run: Run, workdir: Path, report: dict[str, Any], unstamped: Path = tables.UNSTAMPED) -> None:
     """Puts a report and its pictures beside the others, and strikes it off the list of those without a stamp."""
     run.folder.mkdir(parents=True, exist_ok=True)
     path = run.folder / f"{run.name}.json"

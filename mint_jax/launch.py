@@ -16,7 +16,7 @@ import absl.logging
 from absl import app, flags
 from ml_collections import config_flags
 
-from mint_jax import host, multihost
+from mint_jax import compiling, host, multihost
 from mint_jax.errors import UserError, choice
 from mint_jax.jobs import ALONE, JOBS
 from mint_jax.jobs.common import finish
@@ -47,6 +47,7 @@ def main(argv: list[str]) -> None:
         if config.job in ALONE:
             raise UserError(f"job {config.job!r} runs in one process, and {multihost.count()} have joined: start it on one host alone")
     host.use_compilation_cache(cache_dir() / "compiled")
+    compiling.announce()
     job = importlib.import_module(JOBS[config.job])
     finish(job.run(config, workdir), workdir, config)
     multihost.barrier("end")

@@ -14,17 +14,18 @@ def get_config(size: str = "default") -> ConfigDict:
     config.job = "bench"
     config.bench = "moe_step"
     config.seed = 0
-    config.n = 7
+    config.n = 5
     config.rank = 8
     config.policies = (1, 8, 64)
     config.size = ConfigDict({"layers": 1, "experts": 128, "per_token": 8, "d_model": 2048, "width": 768, "rows": 64, "tokens": 32})
     config.ragged_policies = 8
     config.ragged = ConfigDict({"layers": 1, "experts": 32, "per_token": 8, "d_model": 512, "width": 192, "rows": 8, "tokens": 16})
     if size == "ci":
-        config.n = 5
+        config.n = 2
         config.policies = (1, 8)
-        config.size.update({"experts": 16, "per_token": 4, "d_model": 256, "width": 96, "rows": 16})
-        config.ragged.update({"experts": 16, "per_token": 4, "d_model": 128, "width": 48})
+        config.ragged_policies = 4
+        config.size.update({"experts": 8, "per_token": 2, "d_model": 64, "width": 48, "rows": 16, "tokens": 8})
+        config.ragged.update({"experts": 8, "per_token": 2, "d_model": 64, "width": 48})
     elif size == "gpu":
         config.size.tokens = 256
     elif size != "default":

@@ -21,8 +21,9 @@ def get_config(size: str = "default") -> ConfigDict:
     config.threads = 2  # that resolve, in the process of the moves; another process does besides
     config.postgres = True
     if size == "ci":
-        config.entries = 2_000
-        config.moves = 200
+        config.entries = 200
+        config.batch = 100
+        config.moves = 40
     elif size != "default":
         raise ValueError(f"switch size {size!r}; expected default or ci")
     return config

@@ -2,7 +2,7 @@
 
 Command: python -m mint_jax.launch --config=configs/bench/train_vs_peft.py --workdir=runs/bench/train_vs_peft
 Short:   --config=configs/bench/train_vs_peft.py:ci
-Needs the ``bench`` extra. Default size: about ten minutes on two CPU cores.
+Needs the ``bench`` extra. Default size: five minutes on two CPU cores.
 """
 
 from ml_collections import ConfigDict
@@ -16,7 +16,7 @@ def get_config(size: str = "default") -> ConfigDict:
     config.dtype = "float32"
     config.mesh = ConfigDict({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1})
     config.seed = 0
-    config.n = 7
+    config.n = 5
     config.policies = 4
     config.rows = 2
     config.tokens = 128
@@ -24,11 +24,17 @@ def get_config(size: str = "default") -> ConfigDict:
     config.sample_rows = 8
     config.sample_prompt = 32
     config.sample_tokens = 32
+    config.trial_tokens = 8  # while the peer's options are tried
+    config.compile_s = 75.0  # that torch.compile may take for everything the peer does
     if size == "ci":
-        config.n = 5
-        config.tokens = 32
-        config.sample_prompt = 16
-        config.sample_tokens = 4
+        config.base = "tiny-random"
+        config.n = 2
+        config.policies = 2
+        config.tokens = 16
+        config.sample_rows = 4
+        config.sample_prompt = 8
+        config.sample_tokens = config.trial_tokens = 4
+        config.compile_s = 1.0
     elif size != "default":
         raise ValueError(f"train_vs_peft size {size!r}; expected default or ci")
     return config

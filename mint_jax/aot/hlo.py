@@ -3,7 +3,8 @@
 ``Compiled.cost_analysis`` counts the body of a loop once, however many layers it scans. Here the text of the optimised,
 partitioned module (one device's share) is walked from its entry, and every loop multiplies what is in it by its trip
 count: the one the compiler noted, or the constant that the loop's condition compares its counter with. A loop whose end
-depends on data counts once.
+depends on data counts once, and what is in it is marked as a minimum; but for the one loop whose body is a call's step, as
+in a program that decodes until it is told to stop: its caller says so, and one pass of it is what is asked for.
 
 Bytes of a collective are those that one device sends, by the ring algorithm, over a group of n: a shard of o bytes costs
 o (n - 1) to all-gather, o (n - 1) / n to reduce-scatter or all-to-all, twice that to all-reduce, o to permute. A TPU spreads
@@ -64,6 +65,7 @@ class Cost:
         counts, bytes: by collective: how often it runs, and bytes sent.
         kernels: calls of such kernels.
         unknown_loops: loops counted once because their end depends on data.
+        least: kinds of collectives that such a loop has: their counts and bytes are minima.
     """
 
     flops: float = 0.0
@@ -71,8 +73,10 @@ class Cost:
     bytes: dict[str, float] = dataclasses.field(default_factory=dict)
     kernels: float = 0.0
     unknown_loops: int = 0
+    least: frozenset[str] = frozenset()
 
     def add(self, other: "Cost", times: float = 1.0) -> None:
+        self.least |= other.least
         self.flops += times * other.flops
         self.kernels += times * other.kernels
         self.unknown_loops += other.unknown_loops
@@ -82,9 +86,13 @@ class Cost:
 
 
 class Module:
-    """The computations of a module's text."""
+    """The computations of a module's text.
 
-    def __init__(self, text: str):
+    Args:
+        steps: the entry's loop of unknown length that computes most is a call's step.
+    """
+
+    def __init__(self, text: str, steps: bool = False):
         self.computations: dict[str, list[Instruction]] = {}
         self.types: dict[str, str] = {}
         self.entry = ""
@@ -102,6 +110,10 @@ class Module:
                 if found[4] == "constant":
                     self.types[found[2]] += f" = {operands}"
         self.channels = self._channels()
+        self._step = ""
+        if steps:
+            loops = [i for i in self.computations[self.entry] if i.op == "while" and self._trips(i) is None]
+            self._step = max(loops, key=lambda i: self._of(i.called("body")[0], False).flops).name if loops else ""
 
     def _channels(self) -> dict[str, str]:
         """Channel of a collective inside fusions -> the one computation in which it counts."""
@@ -124,9 +136,11 @@ class Module:
         """The cost of an instruction and how often it counts; ``scattered``: an all-reduce here keeps one slice only."""
         kind = i.op.removesuffix("-start")
         if i.op == "while":
-            trips = self._trips(i)
+            trips = 1 if i.name == self._step else self._trips(i)
             cost = Cost(unknown_loops=int(trips is None))
-            cost.add(self._of(i.called("body")[0], False), trips or 1)
+            cost.add(self._of(i.called("body")[0], False), 1 if trips is None else trips)
+            if trips is None:
+                cost.least = frozenset(cost.counts)
             return cost, 1
         if i.op == "conditional":
             names = i.called("branch_computations") or i.called("true_computation") + i.called("false_computation")

@@ -16,7 +16,7 @@ import jax
 from jax.sharding import Mesh
 
 from mint_jax.aot import hlo
-from mint_jax.aot.chips import Target
+from mint_jax.aot.chips import GIB, Target
 from mint_jax.aot.flops import traced_flops
 from mint_jax.aot.programs import Program, device_bytes
 
@@ -37,12 +37,14 @@ class Measured:
         hbm_bytes: arguments and new outputs.
         counts, sent: collectives by kind: how many, and bytes sent.
         kernels: calls of kernels written by hand, whose FLOPs the compiled text does not tell.
-        unknown_loops: loops whose length depends on data, counted once: ``decode`` has one, whose body is a step.
+        unknown_loops: loops whose length depends on data, counted once; that of ``decode`` whose body is a step is none of them.
+        least: kinds of collectives inside such loops: their counts and bytes are minima.
         compute_s, memory_s, links_s: each at the datasheet's rate.
         tokens: of all devices.
         compile_s: wall seconds.
         text: the compiled program.
         refused: the compiler's own words where it found no room.
+        told: whether it said how many bytes it lacks; else ``total`` counts as many temporaries as the memory has.
     """
 
     program: str
@@ -59,6 +61,7 @@ class Measured:
     sent: dict[str, float] = dataclasses.field(default_factory=dict)
     kernels: int = 0
     unknown_loops: int = 0
+    least: frozenset[str] = frozenset()
     compute_s: float = 0.0
     memory_s: float = 0.0
     links_s: float = 0.0
@@ -66,6 +69,7 @@ class Measured:
     compile_s: float = 0.0
     text: str = ""
     refused: str = ""
+    told: bool = True
 
     @property
     def free(self) -> float:
@@ -75,6 +79,15 @@ class Measured:
     def fits(self, margin: float) -> bool:
         """Whether this fraction of the memory stays free."""
         return not self.refused and self.free >= margin
+
+    def reason(self, margin: float) -> str:
+        """Why it does not fit, as it was found."""
+        needs = f"{self.total / GIB:.1f} of {self.hbm / GIB:.1f} GiB a device"
+        if self.refused and not self.told:
+            return f"{self.program} was refused by the compiler: {self.refused}"
+        if self.refused or self.total > self.hbm:
+            return f"{self.program} does not fit: it needs {needs}"
+        return f"{self.program} needs {needs}, which leaves {100 * self.free:.1f} % where {100 * margin:.0f} % are to stay free"
 
     @property
     def step_s(self) -> float:
@@ -98,7 +111,10 @@ class Measured:
             "flops": self.flops,
             "flops_traced": self.flops_traced,
             "hbm_bytes": self.hbm_bytes,
-            "collectives": {kind: {"count": int(n), "bytes": int(self.sent[kind])} for kind, n in sorted(self.counts.items())},
+            "collectives": {
+                kind: {"count": int(n), "bytes": int(self.sent[kind]), "at_least": kind in self.least}
+                for kind, n in sorted(self.counts.items())
+            },
             "kernels": self.kernels,
             "loops_counted_once": self.unknown_loops,
             "estimate": {
@@ -142,7 +158,13 @@ class Colocated:
 
     def json(self, margin: float) -> dict[str, Any]:
         """What the job prints of it."""
-        return {"bytes": self.total, "free_hbm_fraction": round(self.free, 4), "fits": int(self.fits(margin))}
+        return {
+            "bytes": self.total,
+            "argument_bytes": self.arguments,
+            "temporary_bytes": self.temporaries,
+            "free_hbm_fraction": round(self.free, 4),
+            "fits": int(self.fits(margin)),
+        }
 
 
 def colocated(measured: Sequence[Measured], base_bytes: int) -> Colocated:
@@ -168,7 +190,8 @@ def measure(program: Program, mesh: Mesh, target: Target) -> Measured:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        arguments, temporaries = device_bytes(program.args), _temporaries(str(error), target.hbm)
+        arguments, asked = device_bytes(program.args), _temporaries(str(error))
+        temporaries = target.hbm if asked is None else asked
         words = " ".join(str(error).split())[:300]
         return Measured(
             program.name,
@@ -178,9 +201,10 @@ def measure(program: Program, mesh: Mesh, target: Target) -> Measured:
             total=arguments + temporaries,
             compile_s=time.monotonic() - began,
             refused=words,
+            told=asked is not None,
         )
     seconds, text = time.monotonic() - began, compiled.as_text()
-    m, cost = compiled.memory_analysis(), hlo.Module(text).cost()
+    m, cost = compiled.memory_analysis(), hlo.Module(text, program.steps).cost()
     arguments, temporaries = m.argument_size_in_bytes, m.temp_size_in_bytes
     outputs, aliased = m.output_size_in_bytes, m.alias_size_in_bytes
     flops, hbm_bytes = max(cost.flops, flops_traced), float(arguments + outputs - aliased)
@@ -199,6 +223,7 @@ def measure(program: Program, mesh: Mesh, target: Target) -> Measured:
         sent=cost.bytes,
         kernels=int(cost.kernels),
         unknown_loops=cost.unknown_loops,
+        least=cost.least,
         compute_s=flops / target.flops,
         memory_s=hbm_bytes / target.hbm_rate,
         links_s=sum(cost.bytes.values()) / target.link_rate,
@@ -220,7 +245,7 @@ def _not_cached() -> Iterator[None]:
         jax.config.update(name, before)
 
 
-def _temporaries(message: str, hbm: int) -> int:
-    """Bytes of temporaries that the compiler found no room for; where it does not say, as many as the memory has."""
+def _temporaries(message: str) -> int | None:
+    """Bytes of temporaries that the compiler found no room for; None where it does not say."""
     found = re.search(r"([\d.]+)([KMGT])\w*\)? (?:exceeds|of) ", message)
-    return int(float(found[1]) * _UNITS[found[2]]) if found else hbm
+    return int(float(found[1]) * _UNITS[found[2]]) if found else None

@@ -68,6 +68,7 @@ class Program:
         donated: which arguments' buffers the outputs reuse.
         out: output shardings: donation needs them to equal those of the donated argument.
         tokens: tokens that one call takes through the model: read by it, or drawn.
+        steps: whether its outermost loop of unknown length takes one step in a call that is measured.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Program:
     donated: tuple[int, ...]
     out: Any
     tokens: int
+    steps: bool = False
 
     def trace(self, mesh: Mesh) -> Any:
         """The traced function, with its jaxpr and ``lower``."""
@@ -156,7 +158,7 @@ class Plan:
         out = (_shardings(cache), _shardings(state), None)
         return (
             Program("prefill", fill, args, (), out, shape.prompts * shape.prompt_tokens),
-            Program("decode", draw, (self.params, lora, cache, lengths, state, sampling, limits, one), (4,), out[1], rows),
+            Program("decode", draw, (self.params, lora, cache, lengths, state, sampling, limits, one), (4,), out[1], rows, steps=True),
         )
 
     def _adapters(self, slots: int) -> lora_tree.AdapterStack:

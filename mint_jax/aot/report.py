@@ -32,7 +32,11 @@ def rows(measured: Sequence[Measured], together: Colocated, margin: float) -> li
         return (name, *map(value, (*measured, together)))
 
     def sent(kind: str) -> Callable[[Measured], str]:
-        return lambda m: f"{int(m.counts[kind])}: {_number(m.sent[kind] / 1e9)} GB" if kind in m.counts else "0"
+        def shown(m: Measured) -> str:
+            least = "≥ " if kind in m.least else ""
+            return f"{least}{int(m.counts[kind])}: {least}{_number(m.sent[kind] / 1e9)} GB" if kind in m.counts else "0"
+
+        return shown
 
     used = [kind for kind in COLLECTIVES if any(kind in m.counts for m in measured)]
     return [

@@ -18,6 +18,7 @@ import numpy as np
 
 from mint_jax import host
 from mint_jax import params as params_lib
+from mint_jax.bench import timing
 from mint_jax.catalog.exports import Export
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import Schema, pack, unpack
@@ -131,7 +132,7 @@ def fill(folder: Path, plan: Plan, database: str | None = None) -> dict[str, Any
         "per_policy": plan.per_policy,
         "batch": plan.batch,
         "object_bytes": payloads.nbytes,
-        "create_s": round(sum(seconds), 2),
+        "create_s": timing.total(seconds),
         "entries_per_s": round(plan.entries / sum(seconds), 1),
         "entries_per_s_last_tenth": round(done / sum(seconds[-last:]), 1),
         "entries_per_cpu_s": round(plan.entries / sum(work), 1),

@@ -81,9 +81,9 @@ class _Zipf:
         return self._order[ranks]
 
 
-def _percentiles(seconds: np.ndarray | list[float], what: str = "") -> dict[str, float]:
+def _percentiles(seconds: np.ndarray | list[float], what: str = "") -> dict[str, timing.Figure]:
     """Milliseconds."""
-    return {f"p{q}{what}_ms": round(1e3 * float(np.percentile(seconds, q)), 4) for q in (50, 99)} if len(seconds) else {}
+    return {f"p{q}{what}_ms": timing.percentile(seconds, q, 1e3) for q in (50, 99)} if len(seconds) else {}
 
 
 def _spin() -> None:
@@ -228,8 +228,8 @@ def measure(fields: dict[str, Any], folder: str, entries: int) -> dict[str, Any]
     return {
         "requests": len(names) * requests,
         "resolve": resolve,
-        **{f"resolve_{key}": max(resolve[name][key] for name in names) for key in _RESOLVE},
-        "control_p99_ms": max(resolve[name]["control_p99_ms"] for name in names),
+        **{f"resolve_{key}": max((resolve[name][key] for name in names), key=timing.value) for key in _RESOLVE},
+        "control_p99_ms": max((resolve[name]["control_p99_ms"] for name in names), key=timing.value),
         "load": load,
         "disk": disk["cold"],
         "cold_p50_ms": load["cold"].get("p50_ms"),
@@ -258,7 +258,7 @@ def _read_back(catalog: Catalog, plan: Plan, payloads: Payloads, rng: np.random.
     return wrong
 
 
-def _lone_exports(catalog: Catalog, payloads: Payloads, count: int) -> dict[str, float]:
+def _lone_exports(catalog: Catalog, payloads: Payloads, count: int) -> dict[str, timing.Figure]:
     """One export at a time: a pack and a transaction each."""
     seconds = []
     for k, data in enumerate(payloads.batch(1 << 40, count)):
@@ -340,7 +340,8 @@ def _show(rows: list[dict[str, Any]]) -> None:
     for name in COLUMNS:
         table.add_column(name, justify="right")
     for row in rows:
-        table.add_row(*(str(round(row[key] / 1e6) if key.endswith("bytes") else row[key]) for key in COLUMNS.values()))
+        shown = {key: timing.value(row[key]) for key in COLUMNS.values() if row[key] is not None}
+        table.add_row(*(str(round(shown[key] / 1e6) if key.endswith("bytes") else shown.get(key, "-")) for key in COLUMNS.values()))
     console = Console(stderr=True, highlight=False)
     console.width = max(console.width, 140)  # a log is no narrower than a terminal
     console.print(table)
@@ -355,12 +356,12 @@ def _draw(rows: list[dict[str, Any]], path: Path) -> None:
     sizes = [row["entries"] for row in rows]
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.6))
     for key, label in (("p50_ms", "p50"), ("p99_ms", "p99"), ("p99_undisturbed_ms", "p99, undisturbed")):
-        axes[0].plot(sizes, [row[f"resolve_{key}"] for row in rows], "o-", label=label)
-    axes[0].plot(sizes, [row["control_p99_ms"] for row in rows], "k:", label="p99 of 0.1 ms of arithmetic")
+        axes[0].plot(sizes, [timing.value(row[f"resolve_{key}"]) for row in rows], "o-", label=label)
+    axes[0].plot(sizes, [timing.value(row["control_p99_ms"]) for row in rows], "k:", label="p99 of 0.1 ms of arithmetic")
     axes[0].set_ylabel("resolve, ms")
     for key in ("p50_ms", "p99_ms"):
-        axes[1].plot(sizes, [row[f"cold_{key}"] for row in rows], "o-", label=f"cold {key[:3]}")
-        axes[1].plot(sizes, [row["disk"].get(key) for row in rows], "s--", label=f"from disk {key[:3]}")
+        axes[1].plot(sizes, [timing.value(row[f"cold_{key}"]) for row in rows], "o-", label=f"cold {key[:3]}")
+        axes[1].plot(sizes, [timing.value(row["disk"].get(key)) for row in rows], "s--", label=f"from disk {key[:3]}")
     axes[1].set_ylabel("name to device slot, ms")
     axes[2].plot(sizes, [row["entries_per_s"] for row in rows], "o-", label="whole")
     axes[2].plot(sizes, [row["entries_per_s_last_tenth"] for row in rows], "s--", label="last tenth")

@@ -21,6 +21,8 @@ from mint_jax.bench import timing
 from mint_jax.models.base import Base, cache_dir
 from mint_jax.train import schedule
 
+_NAMED = {"overlapped": "_overlapped", "batched": ""}
+
 
 def _config_of(config: Any, count: int, rollouts: int) -> dict[str, Any]:
     """The bench's config as the plain one of a GRPO job with ``count`` policies."""
@@ -98,24 +100,28 @@ def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], make_grpo:
         "steps": config.steps,
     }
     rollouts = int(config.policy.sampling.group_size)
+    alone: dict[tuple[int, int], dict[str, Any]] = {}  # (policies, rollouts) -> series whose rewards take no time
     for count in config.counts:
         job = make_grpo(_config_of(config, count, rollouts), base)
-        idle = _series(config, job, schedule.SCHEDULES, 0.0, f"{count} policies")
-        waiting = _series(config, job, schedule.SCHEDULES, config.reward_s, f"{count} policies, rewards take {config.reward_s} s")
-        report[f"ratio_{count}"] = idle["ratio"]["batched"]
-        report[f"ratio_{count}_overlapped"] = idle["ratio"]["overlapped"]
-        report[f"ratio_{count}_waiting"] = waiting["ratio"]["batched"]
-        report[f"ratio_{count}_waiting_overlapped"] = waiting["ratio"]["overlapped"]
-        report[f"policies_{count}"] = {"rewards_at_once": idle, "rewards_waiting": waiting}
+        idle = alone[count, rollouts] = _series(config, job, tuple(config.schedules), 0.0, f"{count} policies")
+        report |= {f"ratio_{count}{_NAMED[name]}": ratio for name, ratio in idle["ratio"].items()}
+        report[f"policies_{count}"] = {"rewards_at_once": idle}
+        if count in config.waiting:
+            what = f"{count} policies, rewards take {config.reward_s} s"
+            waiting = _series(config, job, schedule.SCHEDULES, config.reward_s, what)
+            report |= {f"ratio_{count}_waiting{_NAMED[name]}": ratio for name, ratio in waiting["ratio"].items()}
+            report[f"policies_{count}"]["rewards_waiting"] = waiting
     report["reward_s"] = config.reward_s
-    for count in config.counts:
-        report[f"memory_{count}"] = _memory(_config_of(config, count, rollouts), open_base, make_grpo)
-    report["peak_memory_ratio"] = report[f"memory_{max(config.counts)}"]["peak_memory_ratio"]
+    for count in config.memory:
+        report[f"memory_{count}"] = _memory(_config_of(config, count, rollouts), config.memory_n, open_base, make_grpo)
 
     curve = []
     for size in config.crossover:
-        job = make_grpo(_config_of(config, config.crossover_policies, size), base)
-        one = _series(config, job, ("sequential", "batched"), 0.0, f"{config.crossover_policies} policies, {size} rollouts each")
+        policies = config.crossover_policies
+        if (policies, size) not in alone:
+            job = make_grpo(_config_of(config, policies, size), base)
+            alone[policies, size] = _series(config, job, ("sequential", "batched"), 0.0, f"{policies} policies, {size} rollouts each")
+        one = alone[policies, size]
         per_policy = one["tokens"]["batched"] / config.steps / config.crossover_policies
         curve.append({"rollouts": size, "sampled_tokens_per_policy": round(per_policy, 1), "ratio": one["ratio"]["batched"]})
     report["crossover_policies"], report["crossover"] = config.crossover_policies, curve
@@ -123,14 +129,15 @@ def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], make_grpo:
     return report
 
 
-def _memory(config: dict[str, Any], open_base: Callable[[Any], Base], make_grpo: Callable[[Any, Base], Any]) -> dict[str, Any]:
-    """Peak memory of the schedules, each in a process of its own: a process keeps what an earlier schedule made it take."""
-    peaks = {}
-    for name in ("sequential", "batched"):
-        spawn = multiprocessing.get_context("spawn")
-        with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
-            peaks[name] = pool.submit(_peak, config, name, open_base, make_grpo).result()
-    return {"peak_bytes": peaks, "peak_memory_ratio": round(peaks["batched"] / peaks["sequential"], 3)}
+def _memory(config: dict[str, Any], n: int, open_base: Callable[[Any], Base], make_grpo: Callable[[Any, Base], Any]) -> dict[str, Any]:
+    """Peak memory of the schedules, each in processes of its own: a process keeps what an earlier schedule made it take."""
+    peaks: dict[str, list[float]] = {"sequential": [], "batched": []}
+    for _ in range(n):
+        for name, values in peaks.items():
+            spawn = multiprocessing.get_context("spawn")
+            with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
+                values.append(pool.submit(_peak, config, name, open_base, make_grpo).result())
+    return {"peak_bytes": timing.medians_of(peaks), "peak_memory_ratio": timing.ratio(peaks, "batched", "sequential")}
 
 
 def _peak(config: dict[str, Any], name: str, open_base: Callable[[Any], Base], make_grpo: Callable[[Any, Base], Any]) -> int:

@@ -26,7 +26,6 @@ from mint_jax.bench import timing
 from mint_jax.bench.merge import merged
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import Schema, pack, unpack
-from mint_jax.errors import UserError
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.metrics import Progress
@@ -52,8 +51,8 @@ def _random_base(cfg: ModelConfig, dtype: Any) -> Base:
 class _Paths:
     """The four handoffs of one base, each returning the base and stacks to sample with."""
 
-    def __init__(self, base: Base, rank: int, workdir: Path):
-        self.base, self.folder = base, workdir / "handoff"
+    def __init__(self, base: Base, rank: int, folder: Path):
+        self.base, self.folder = base, folder
         adapter = AdapterConfig(rank, 2.0 * rank)
         self.trainer = Trainer(base, [PolicyConfig(POLICY, adapter, loss=LossConfig("cross_entropy"))])
         self.slot = self.trainer.slots[POLICY]
@@ -116,7 +115,17 @@ class _Paths:
 PATHS = ("merged_disk", "merged_memory", "adapter_disk", "adapter_memory")
 
 
-def _measure(config: Any, paths: _Paths, what: str) -> dict[str, Any]:
+def _measure(config: Any, base: Base, rank: int, new_tokens: int, folder: Path, what: str) -> dict[str, Any]:
+    """All paths of one base, whose catalog and checkpoints are its own: a catalog holds adapters of a policy for one base only."""
+    paths = _Paths(base, rank, folder)
+    try:
+        return _in_turn(config, paths, new_tokens, what)
+    finally:
+        paths.catalog.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _in_turn(config: Any, paths: _Paths, new_tokens: int, what: str) -> dict[str, Any]:
     rng = np.random.default_rng(config.seed)
     prompt = tuple(rng.integers(3, paths.base.cfg.vocab_size, config.prompt).tolist())
     handoff: dict[str, list[float]] = {name: [] for name in PATHS}
@@ -135,7 +144,7 @@ def _measure(config: Any, paths: _Paths, what: str) -> dict[str, Any]:
             engine = DenseEngine(base)
             token = engine.generate([Request(prompt, slot, max_tokens=1, temperature=0.0)], stacks)
             sampled = time.perf_counter()
-            engine.generate([Request(prompt, slot, max_tokens=config.new_tokens, temperature=0.0)], stacks)
+            engine.generate([Request(prompt, slot, max_tokens=new_tokens, temperature=0.0)], stacks)
             done = time.perf_counter()
             said.add(token[0][0].tokens[0])
             if k:
@@ -147,6 +156,7 @@ def _measure(config: Any, paths: _Paths, what: str) -> dict[str, Any]:
         progress.update(k + 1, " ".join(f"{name} {values[-1]:.3f} s" for name, values in handoff.items() if values))
 
     return {
+        "new_tokens": new_tokens,
         "handoff_ratio": timing.ratio(handoff, "merged_disk", "adapter_memory"),
         "first_token_ratio": timing.ratio(first, "merged_disk", "adapter_memory"),
         "step_ratio": timing.ratio(whole, "merged_disk", "adapter_memory"),
@@ -161,31 +171,25 @@ def _measure(config: Any, paths: _Paths, what: str) -> dict[str, Any]:
 
 def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], **_: Any) -> dict[str, Any]:
     """Runs the bench; returns its report. The keys at the top are those of the base that the config names."""
-    if config.n < 5:
-        raise UserError(f"n is {config.n}; medians need at least 5")
-    report: dict[str, Any] = {"bench": "handoff", "device": timing.device(), "n": config.n, "new_tokens": config.new_tokens}
-    try:
-        base = open_base(config)
-        report |= {"base": base.name} | _measure(config, _Paths(base, config.rank, workdir), base.name)
-        del base
-        if config.shape.layers:
-            shape = config.shape
-            cfg = ModelConfig(
-                "qwen3",
-                shape.vocab_size,
-                shape.d_model,
-                shape.layers,
-                shape.num_heads,
-                shape.num_kv_heads,
-                shape.head_dim,
-                shape.d_ff,
-                rope_theta=1e6,
-                qk_norm=True,
-                tie_embeddings=True,
-            )
-            large = _random_base(cfg, jnp.dtype(shape.dtype))
-            name = f"{shape.name}, {shape.layers} of {shape.all_layers} layers"
-            report["large"] = {"base": name, "dtype": shape.dtype} | _measure(config, _Paths(large, shape.rank, workdir), name)
-    finally:
-        shutil.rmtree(workdir / "handoff", ignore_errors=True)
-    return report
+    report: dict[str, Any] = {"bench": "handoff", "device": timing.device(), "n": config.n}
+    base = open_base(config)
+    report |= {"base": base.name} | _measure(config, base, config.rank, config.new_tokens, workdir / "handoff", base.name)
+    del base
+    shape = config.shape
+    cfg = ModelConfig(
+        "qwen3",
+        shape.vocab_size,
+        shape.d_model,
+        shape.layers,
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        shape.d_ff,
+        rope_theta=1e6,
+        qk_norm=True,
+        tie_embeddings=True,
+    )
+    large = _random_base(cfg, jnp.dtype(shape.dtype))
+    name = f"{shape.name}, {shape.layers} of {shape.all_layers} layers"
+    found = _measure(config, large, shape.rank, shape.new_tokens, workdir / "handoff_large", name)
+    return report | {"large": {"base": name, "dtype": shape.dtype} | found}

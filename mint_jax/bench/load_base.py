@@ -64,8 +64,11 @@ def load_alone(directory: str, quantise: str) -> dict[str, float]:
     return {"base_bytes": base.nbytes, "rss_before": before, "rss_peak": host.peak_rss_bytes()}
 
 
-def logits_error(base: Base, kind: str) -> dict[str, float]:
-    """The quantised base's logits on a text against those of ``base``: root mean square over their spread, KL in nats, argmax."""
+def logits_error(base: Base, kind: str) -> dict[str, Any]:
+    """The quantised base's logits on a text against those of ``base``: root mean square over their spread, KL in nats, argmax.
+
+    The interval of the KL is over the text's tokens.
+    """
     small = base_lib.load(base.name, base.mesh, jnp.dtype(base.dtype).name, quantise=kind)
     tokens = jnp.array([base.need_tokenizer().encode(TEXT)], jnp.int32)
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
@@ -79,7 +82,7 @@ def logits_error(base: Base, kind: str) -> dict[str, float]:
     return {
         "bytes_ratio": round(small.nbytes / base.nbytes, 4),
         "rms_error": round(float(jnp.sqrt(jnp.mean((rough - exact) ** 2)) / jnp.std(exact)), 5),
-        "kl_nats": round(float(jnp.mean(jnp.sum(jnp.exp(p) * (p - q), axis=-1))), 6),
+        "kl_nats": timing.mean(jnp.sum(jnp.exp(p) * (p - q), axis=-1).tolist()),
         "same_argmax": round(float(jnp.mean(jnp.argmax(exact, -1) == jnp.argmax(rough, -1))), 4),
         "tokens": tokens.shape[1],
     }
@@ -94,16 +97,21 @@ def run(config: Any, workdir: Path, open_base: Callable[..., Base], make_grpo: A
     kinds = ["", *quantised.KINDS]
     try:
         report["checkpoint_bytes"] = write_checkpoint(directory, config.model.to_dict(), config.gigabytes)
-        progress = Progress("loading", len(kinds))
-        for n, kind in enumerate(kinds):
-            with multiprocessing.get_context("spawn").Pool(1) as pool:
-                row = pool.apply(load_alone, (str(directory), kind))
-            row["rss_over_share"] = round((row["rss_peak"] - row["rss_before"]) / row["base_bytes"], 4)
-            report["loads"][kind or "bfloat16"] = row
-            progress.update(n + 1, f"{kind or 'bfloat16'}: peak over share {row['rss_over_share']}")
+        progress = Progress("loading", config.n * len(kinds))
+        rows: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
+        for k in range(config.n):
+            for kind, loads in rows.items():
+                with multiprocessing.get_context("spawn").Pool(1) as pool:
+                    loads.append(pool.apply(load_alone, (str(directory), kind)))
+                progress.update(k * len(kinds) + len([r for r in rows.values() if len(r) > k]), kind or "bfloat16")
+        for kind, loads in rows.items():
+            report["loads"][kind or "bfloat16"] = {
+                "base_bytes": loads[0]["base_bytes"],
+                "rss_over_share": timing.median((row["rss_peak"] - row["rss_before"]) / row["base_bytes"] for row in loads),
+            }
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     base = open_base(config)
     for kind in quantised.KINDS:
         report["quantised"][kind] = logits_error(base, kind)
-    return report | {"rss_over_share": report["loads"]["bfloat16"]["rss_over_share"]}
+    return report

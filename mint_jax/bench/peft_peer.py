@@ -1,20 +1,56 @@
-"""The peer: torch, transformers and PEFT training and sampling the same adapters on the same weights.
+"""The peer: torch, transformers and PEFT training and sampling the same adapters on the same weights, in the same dtype.
 
-Its options are tried, and the fastest measured: fused or written-out attention, one thread or all; logits are computed only
-where a loss needs them.
+For each work the peer runs with the options that make it fastest here. They are tried one after another, on the work itself:
+fused or written-out attention, all threads or one, for sampling a cache that grows or one of fixed size, and ``torch.compile``
+of what the winner of these does. Compiling may take minutes or fail, so it has a process and a time limit of its own; where it
+does not end in time, that is what the report says. Logits are computed only where a loss or a token needs them.
 """
 
-import itertools
+import multiprocessing
 import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from mint_jax.metrics import Progress
+
 ATTENTION = ("sdpa", "eager")
-THREADS = (1, os.cpu_count() or 1)
+THREADS = tuple(dict.fromkeys((os.cpu_count() or 1, 1)))
+CACHES = ("dynamic", "static")
+TIMED = 2  # calls of a candidate, after one to warm up; the faster counts
+
+
+class Options(NamedTuple):
+    """How the peer runs.
+
+    Attributes:
+        attention: an entry of ``ATTENTION``.
+        threads: of torch.
+        cache: of keys and values in sampling, an entry of ``CACHES``.
+        compiled: by ``torch.compile``.
+    """
+
+    attention: str = ATTENTION[0]
+    threads: int = THREADS[0]
+    cache: str = CACHES[0]
+    compiled: bool = False
+
+    def __str__(self) -> str:
+        words = [f"{self.attention} attention", f"{self.threads} thread{'s' if self.threads > 1 else ''}", f"{self.cache} cache"]
+        return ", ".join([*words, *(["torch.compile"] if self.compiled else [])])
+
+
+class Work(NamedTuple):
+    """What is timed: a method of the peer and its arguments, which can cross to another process."""
+
+    method: str
+    arguments: tuple[Any, ...]
+
+    def __call__(self, peer: "PeftPeer") -> Any:
+        return getattr(peer, self.method)(*self.arguments)
 
 
 class PeftPeer:
@@ -24,25 +60,33 @@ class PeftPeer:
         directory: checkpoint of the base.
         adapters: name -> PEFT directory.
         learning_rate: of every adapter.
-        attention: an entry of ``ATTENTION``.
-        threads: that torch uses from now on.
     """
 
-    def __init__(self, directory: Path, adapters: Mapping[str, Path], learning_rate: float, attention: str, threads: int):
+    def __init__(self, directory: Path, adapters: Mapping[str, Path], learning_rate: float):
         import torch
         from peft import PeftModel
         from transformers import AutoModelForCausalLM
 
-        torch.set_num_threads(threads)
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation=attention)
+        self._base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         (first, path), *others = adapters.items()
-        self.model = PeftModel.from_pretrained(model, path, adapter_name=first, is_trainable=True)
+        self.model = PeftModel.from_pretrained(self._base, path, adapter_name=first, is_trainable=True)
         for name, path in others:
             self.model.load_adapter(path, adapter_name=name, is_trainable=True)
         self.optimizers = {}
         for name in adapters:
             mine = [p for key, p in self.model.named_parameters() if f".{name}." in key]
             self.optimizers[name] = torch.optim.AdamW(mine, lr=learning_rate, weight_decay=0.0, foreach=True)
+        self._forward, self._compiled = self._base.forward, torch.compile(self._base.forward)
+        self.use(Options())
+
+    def use(self, options: Options) -> None:
+        """Runs with these options from now on."""
+        import torch
+
+        torch.set_num_threads(options.threads)
+        self._base.set_attn_implementation(options.attention)
+        self._base.forward = self._compiled if options.compiled else self._forward
+        self.options = options
 
     def update(self, name: str, tokens_BT: np.ndarray, prompt: int, advantages_B: np.ndarray, old_logp_BC: np.ndarray) -> float:
         """One policy-gradient update of one adapter on rows of ``prompt`` + C tokens; returns the loss before it."""
@@ -78,21 +122,86 @@ class PeftPeer:
                     min_new_tokens=new_tokens,
                     max_new_tokens=new_tokens,
                     pad_token_id=0,
+                    cache_implementation=self.options.cache,
                 )
         finally:
             self.model.train()
         return out[:, tokens.shape[1] :].numpy()
 
 
-def fastest(directory: Path, adapters: Mapping[str, Path], learning_rate: float, trial: Any) -> tuple[PeftPeer, str]:
-    """The peer with the options that make ``trial(peer)`` fastest, after one warm-up call each, and their names."""
-    timed = []
-    for attention, threads in itertools.product(ATTENTION, sorted(set(THREADS))):
-        peer = PeftPeer(directory, adapters, learning_rate, attention, threads)
-        trial(peer)
+def _seconds(peer: PeftPeer, options: Options, work: Work) -> float:
+    """The fastest of a few calls, after one to warm up."""
+    peer.use(options)
+    work(peer)
+    times = []
+    for _ in range(TIMED):
         began = time.perf_counter()
-        trial(peer)
-        timed.append((time.perf_counter() - began, attention, threads))
-        del peer
-    _, attention, threads = min(timed)
-    return PeftPeer(directory, adapters, learning_rate, attention, threads), f"{attention}, {threads} threads"
+        work(peer)
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def fastest(
+    peer: PeftPeer, made: tuple[Any, ...], works: Mapping[str, Work], compile_s: float
+) -> tuple[dict[str, Options], dict[str, dict[str, Any]]]:
+    """The fastest options of each work, and what was tried: options -> seconds, or why there is no time.
+
+    Args:
+        peer: to try on; its adapters move.
+        made: arguments that make another such peer.
+        compile_s: limit for compiling all works, in seconds.
+    """
+    best: dict[str, Options] = {}
+    tried: dict[str, dict[str, Any]] = {}
+    progress = Progress("the peer's options", len(works))
+    for name, work in works.items():
+        times: dict[Options, float] = {Options(): _seconds(peer, Options(), work)}
+        choices: dict[str, tuple[Any, ...]] = {"attention": ATTENTION, "threads": THREADS}
+        if work.method == "generate":
+            choices["cache"] = CACHES
+        for field, values in choices.items():
+            start = min(times, key=lambda options: times[options])
+            for value in values:
+                options = start._replace(**{field: value})
+                if options not in times:
+                    times[options] = _seconds(peer, options, work)
+        best[name] = min(times, key=lambda options: times[options])
+        tried[name] = {str(options): round(seconds, 3) for options, seconds in times.items()}
+        progress.update(len(best), str(best[name]))
+    wanted = {name: (options._replace(compiled=True), works[name]) for name, options in best.items()}
+    for name, found in compiled_seconds(made, wanted, compile_s).items():
+        options = wanted[name][0]
+        tried[name][str(options)] = found
+        if not isinstance(found, str) and found < min(seconds for seconds in tried[name].values() if seconds is not found):
+            best[name] = options
+    return best, tried
+
+
+def compiled_seconds(made: tuple[Any, ...], wanted: Mapping[str, tuple[Options, Work]], limit_s: float) -> dict[str, float | str]:
+    """Seconds of each work as ``torch.compile`` makes it, or the reason why there are none."""
+    spawn = multiprocessing.get_context("spawn")
+    theirs, answer = spawn.Pipe(duplex=False)
+    process = spawn.Process(target=_compile, args=(made, dict(wanted), answer), daemon=True)
+    process.start()
+    answer.close()
+    out: dict[str, float | str] = dict.fromkeys(wanted, f"not compiled in {limit_s:.0f} s")
+    deadline = time.monotonic() + limit_s
+    try:
+        while theirs.poll(max(0.0, deadline - time.monotonic())):
+            name, found = theirs.recv()
+            out[name] = found
+    except EOFError:  # all are done
+        pass
+    process.kill()
+    process.join()
+    return out
+
+
+def _compile(made: tuple[Any, ...], wanted: Mapping[str, tuple[Options, Work]], answer: Any) -> None:
+    """``compiled_seconds`` in its process."""
+    peer = PeftPeer(*made)
+    for name, (options, work) in wanted.items():
+        try:
+            answer.send((name, round(_seconds(peer, options, work), 3)))
+        except Exception as error:
+            answer.send((name, f"failed: {type(error).__name__}: {(str(error).splitlines() or [''])[0][:160]}"))

@@ -128,6 +128,7 @@ def compare(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 def _compare(config: dict[str, Any], peer: Peer, folder: Path) -> dict[str, Any]:
     import numpy as np
 
+    from mint_jax.bench import timing
     from mint_jax.bench.catalog_fill import Payloads, Plan, fill
     from mint_jax.catalog.lifecycle import Catalog
     from mint_jax.metrics import Progress
@@ -192,15 +193,16 @@ def _compare(config: dict[str, Any], peer: Peer, folder: Path) -> dict[str, Any]
     for call in CALLS:
         mine, theirs = times["ours"][call], times["mlflow"][call]
         out[f"{call}_ms"] = {"mlflow": _percentiles(theirs), "ours": _percentiles(mine)}
-        out[f"ratio_{call}"] = round(float(np.median(theirs) / np.median(mine)), 2)
-    out["ratio_fill"] = round(fill_s / ours_fill["create_s"], 1)
+        out[f"ratio_{call}"] = timing.ratio({"mlflow": theirs, "ours": mine}, "mlflow", "ours")
+    out["ratio_fill"] = round(fill_s / timing.value(ours_fill["create_s"]), 1)
     return out
 
 
-def _percentiles(seconds: list[float]) -> dict[str, float]:
-    import numpy as np
+def _percentiles(seconds: list[float]) -> dict[str, Any]:
+    """Milliseconds."""
+    from mint_jax.bench import timing
 
-    return {f"p{q}": round(1e3 * float(np.percentile(seconds, q)), 3) for q in (50, 99)}
+    return {f"p{q}": timing.percentile(seconds, q, 1e3) for q in (50, 99)}
 
 
 if __name__ == "__main__":

@@ -146,17 +146,17 @@ class _Writer:
         return self.moves[first:]
 
 
-def _percentiles(nanoseconds: Any) -> dict[str, float] | None:
+def _percentiles(nanoseconds: Any) -> dict[str, timing.Figure] | None:
     """Milliseconds."""
     values = np.asarray(nanoseconds)
-    return {f"p{q}_ms": round(float(np.percentile(values, q)) / 1e6, 3) for q in (50, 99)} if values.size else None
+    return {f"p{q}_ms": timing.percentile(values, q, 1e-6) for q in (50, 99)} if values.size else None
 
 
 def _latency(moves: Sequence[Move]) -> dict[str, Any]:
     return {kind: _percentiles([move.ended - move.began for move in moves if move.kind == kind]) for kind in ("promote", "rollback")}
 
 
-def _sync(folder: Path, count: int) -> dict[str, float] | None:
+def _sync(folder: Path, count: int) -> dict[str, timing.Figure] | None:
     """What the disk takes to make 4 KB durable."""
     out = []
     with (folder / "sync").open("wb", buffering=0) as file:

@@ -17,8 +17,15 @@ from mint_jax.bench import stamp, timing
 
 CPU = stamp.ROOT / "notebooks" / "reports" / "cpu-2-cores"
 PODS = stamp.ROOT / "notebooks" / "reports" / "tpu-aot"
+UNSTAMPED = stamp.ROOT / "notebooks" / "reports" / "unstamped.txt"  # reports from before stamps, until they are measured again
 PAGES = (stamp.ROOT / "README.md", stamp.ROOT / "docs" / "numbers.md")
-BASES = ("qwen3_4b", "qwen3_30b_a3b", "qwen3_235b_a22b", "kimi_k2", "glm_5")
+BASES = {
+    "qwen3_4b": "Qwen3-4B",
+    "qwen3_30b_a3b": "Qwen3-30B-A3B",
+    "qwen3_235b_a22b": "Qwen3-235B-A22B",
+    "kimi_k2": "Kimi-K2",
+    "glm_5": "GLM-5",
+}
 _BLOCK = re.compile(r"(<!-- figures:(\w+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
 _FIELD = re.compile(r"\{(?:(\w+):)?([\w.]+)\|(\w+)\}")
 
@@ -70,8 +77,8 @@ ROWS = [
     ),
     *_bench(
         "concurrent_grpo",
-        ("{steps|count} GRPO steps of 3 policies over SmolLM2, 4 rollouts each: one after another / batched", "{ratio_3|times}"),
-        ("{steps|count} GRPO steps of 8 policies: one after another / batched", "{ratio_8|times}"),
+        ("GRPO of 3 policies over SmolLM2, 4 rollouts each, {steps|count} step(s): one after another / batched", "{ratio_3|times}"),
+        ("GRPO of 8 policies over SmolLM2, 4 rollouts each, {steps|count} step(s): one after another / batched", "{ratio_8|times}"),
         (
             "the same of 3 policies where a reward takes 1 s: one after another / overlapped, / batched",
             "{ratio_3_waiting_overlapped|times}, {ratio_3_waiting|times}",
@@ -323,16 +330,95 @@ def _quickstart() -> str:
     return "\n".join([*lines, "", reports.where()]) + "\n"
 
 
+def _pods() -> str:
+    reports = Reports(PODS)
+    head = (
+        "base",
+        "pod",
+        "chips",
+        "parameters",
+        "adapters in the batch, each of the base",
+        "rank, targets",
+        "program",
+        "arguments",
+        "temporaries",
+    )
+    head += ("free HBM", "collectives", "bound, at least")
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+    for name in BASES:
+        r = reports[name]
+        adapter = r["adapter"]
+        base = (
+            BASES[name],
+            r["topology"],
+            r["chips"],
+            f"{r['parameters'] / 1e9:.4g} G",
+            f"{r['policies']}, {r['adapter_percent_of_base']:.2g} %",
+            f"{adapter['rank']}: {', '.join(adapter['targets'])}",
+        )
+        for program in ("train", "prefill", "decode", "colocated"):
+            p = r[program]
+            cells = (*(base if program == "train" else ("",) * len(base)), program)
+            if program == "colocated":
+                cells += (
+                    f"{p['argument_bytes'] / 1e9:.1f} GB",
+                    f"{p['temporary_bytes'] / 1e9:.1f} GB",
+                    f"{100 * p['free_hbm_fraction']:.0f} %",
+                    "",
+                    "",
+                )
+            else:
+                cells += _pod_cells(p)
+            lines.append("| " + " | ".join(map(str, cells)) + " |")
+    search = reports["kimi_k2_smallest"]["tried"]
+    lines += [
+        "",
+        "The search for Kimi-K2's smallest pod, with the batch of its config: "
+        + "; ".join(f"`{n}`: {why}" for n, why in search.items())
+        + ".",
+    ]
+    at = {source(reports[name]) for name in (*BASES, "kimi_k2_smallest")}
+    return "\n".join([*lines, "", f"Compiled {'; '.join(sorted(at))}."]) + "\n"
+
+
+def _pod_cells(p: Mapping[str, Any]) -> tuple[str, ...]:
+    """Of one program: arguments, temporaries, free memory, collectives, bound."""
+    if "refused" in p:
+        return ("", "", f"{100 * p['free_hbm_fraction']:.0f} %", "", "refused by the compiler")
+    sent = p["collectives"].values()
+    least = "≥ " if any(kind["at_least"] for kind in sent) else ""
+    estimate = p["estimate"]
+    return (
+        f"{p['argument_bytes'] / 1e9:.1f} GB",
+        f"{p['temporary_bytes'] / 1e9:.1f} GB",
+        f"{100 * p['free_hbm_fraction']:.0f} %",
+        f"{least}{sum(kind['bytes'] for kind in sent) / 1e9:.1f} GB",
+        f"{estimate['bound']}, {_digits(1e3 * estimate['step_s'])} ms",
+    )
+
+
+def unstamped() -> list[str]:
+    """Reports from before stamps."""
+    return UNSTAMPED.read_text().splitlines() if UNSTAMPED.is_file() else []
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "quickstart": _quickstart,
     "headline": lambda: _rows(row for row in ROWS if row.headline),
     "all": lambda: _rows(ROWS),
+    "pods": _pods,
 }
 
 
 def render(text: str) -> str:
-    """A page with its tables made anew."""
-    return _BLOCK.sub(lambda match: match[1] + TABLES[match[2]]() + match[3], text)
+    """A page with its tables made anew; that of the pods once all of them say what was compiled."""
+
+    def made(match: re.Match) -> str:
+        if match[2] == "pods" and any(name.startswith(PODS.name) for name in unstamped()):
+            return match[0]
+        return match[1] + TABLES[match[2]]() + match[3]
+
+    return _BLOCK.sub(made, text)
 
 
 def write() -> None:

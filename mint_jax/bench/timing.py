@@ -3,7 +3,7 @@
 A *figure* is ``{"median": m, "interval": [low, high], "n": n}``: what a report says of everything it measured. The interval of
 a sample's quantile has its ends at order statistics (95 % by the normal approximation of the binomial; at n = 5 smallest and
 largest, which hold the median of any continuous distribution with 94 %); that of a ratio of medians is the 95 % percentile
-bootstrap over rounds, in each of which both sides ran. ``percentile`` and ``mean`` figures name their value so.
+bootstrap over rounds, in each of which both sides ran. Figures of a ``percentile``, ``mean`` or ``total`` name their value so.
 """
 
 import math
@@ -19,7 +19,7 @@ import numpy as np
 from mint_jax.metrics import Progress
 
 Figure = dict[str, Any]
-VALUES = ("median", "mean", "percentile")  # what the value of a figure may be
+VALUES = ("median", "mean", "percentile", "total")  # what the value of a figure may be
 BOOTSTRAPS = 4000
 
 
@@ -75,14 +75,19 @@ def _quantile(values: Iterable[float], q: float, scale: float, name: str) -> Fig
 def mean(values: Iterable[float]) -> Figure:
     """The mean of a sample with its 95 % bootstrap interval."""
     x = np.fromiter(values, np.float64)
-    draws = np.random.default_rng(0).integers(0, len(x), (BOOTSTRAPS, len(x)))
-    return {"mean": _short(x.mean()), "interval": _ends(x[draws].mean(axis=1)), "n": len(x)}
+    return {"mean": _short(x.mean()), "interval": _ends(x[_draws(len(x))].mean(axis=1)), "n": len(x)}
+
+
+def total(values: Iterable[float]) -> Figure:
+    """The sum of a sample's parts, with the interval that follows from how much they differ."""
+    x = np.fromiter(values, np.float64)
+    return {"total": _short(x.sum()), "interval": _ends(x[_draws(len(x))].sum(axis=1)), "n": len(x)}
 
 
 def ratio(times: Mapping[str, list[float]], slow: str, fast: str, less: float = 0.0) -> Figure:
     """How many times longer ``slow`` took than ``fast``, by their medians; ``less`` is subtracted (1 makes it an overhead)."""
     a, b = (np.array(times[name]) for name in (slow, fast))
-    draws = np.random.default_rng(0).integers(0, len(a), (BOOTSTRAPS, len(a)))
+    draws = _draws(len(a))
     ratios = np.median(a[draws], axis=1) / np.median(b[draws], axis=1)
     return {"median": _short(np.median(a) / np.median(b) - less), "interval": _ends(ratios - less), "n": len(a)}
 
@@ -110,6 +115,11 @@ def value(figure: Any) -> float:
 def is_figure(tree: Any) -> bool:
     """Whether a part of a report is a figure."""
     return isinstance(tree, dict) and {"interval", "n"} <= tree.keys() and any(name in tree for name in VALUES)
+
+
+def _draws(n: int) -> np.ndarray:
+    """Indices of bootstrap samples, ``[BOOTSTRAPS, n]``, the same every time."""
+    return np.random.default_rng(0).integers(0, n, (BOOTSTRAPS, n))
 
 
 def _ends(values: np.ndarray) -> list[float]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from mint_jax import params as params_lib
 from mint_jax.bench import timing, work
-from mint_jax.bench.peft_peer import PeftPeer, fastest
+from mint_jax.bench.peft_peer import Options, PeftPeer, Work, fastest
 from mint_jax.lora.peft import write_peft
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import hf
@@ -102,13 +102,26 @@ def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], **_: Any) 
         "n": config.n,
     }
     with tempfile.TemporaryDirectory(dir=workdir) as folder:
-        peft_dirs = _export(trainer, base, Path(folder))
-        first = workloads["train_distinct"].torch_args(0)
-        peer, report["peer_options"] = fastest(base.directory, peft_dirs, LEARNING_RATE, lambda p: p.update("p0", *first))
-    report |= _sample(config, base, trainer, peer, rng)  # before training moves the two sides apart
+        made = (base.directory, _export(trainer, base, Path(folder)), LEARNING_RATE)
+        rows = _Rows(config, base, rng)
+        works = {name: Work("update", ("p0", *workload.torch_args(0))) for name, workload in workloads.items()}
+        works["sample"] = Work("generate", (rows.prompts, rows.names, config.trial_tokens))
+        best, report["peer_candidates_s"] = fastest(PeftPeer(*made), made, works, config.compile_s)
+        report["peer_options"] = {name: str(options) for name, options in best.items()}
+        peer = PeftPeer(*made)  # the one that was tried has moved
+    report |= _sample(config, base, trainer, peer, best["sample"], rows)  # before training moves the two sides apart
     for name, workload in workloads.items():
+        peer.use(best[name])
         report |= _train(name, workload, config, base, trainer, peer)
     return report
+
+
+class _Rows:
+    """Prompts to sample from, each with its adapter."""
+
+    def __init__(self, config: Any, base: Base, rng: np.random.Generator):
+        self.names = [f"p{i % config.policies}" for i in range(config.sample_rows)]
+        self.prompts = rng.integers(20, base.cfg.vocab_size, (config.sample_rows, config.sample_prompt))
 
 
 def _export(trainer: Trainer, base: Base, folder: Path) -> dict[str, Path]:
@@ -150,13 +163,12 @@ def _train(name: str, workload: _Workload, config: Any, base: Base, trainer: Tra
     }
 
 
-def _sample(config: Any, base: Base, trainer: Trainer, peer: PeftPeer, rng: np.random.Generator) -> dict[str, Any]:
-    names = [f"p{i % config.policies}" for i in range(config.sample_rows)]
-    prompts = rng.integers(20, base.cfg.vocab_size, (config.sample_rows, config.sample_prompt))
+def _sample(config: Any, base: Base, trainer: Trainer, peer: PeftPeer, options: Options, rows: _Rows) -> dict[str, Any]:
     requests = [
         Request(tuple(prompt), trainer.slots[name], max_tokens=config.sample_tokens, temperature=0.0)
-        for prompt, name in zip(prompts.tolist(), names)
+        for prompt, name in zip(rows.prompts.tolist(), rows.names)
     ]
+    peer.use(options)
     engine = DenseEngine(base)
     last: dict[str, np.ndarray] = {}
 
@@ -164,7 +176,7 @@ def _sample(config: Any, base: Base, trainer: Trainer, peer: PeftPeer, rng: np.r
         last["ours"] = np.array([c[0].tokens for c in engine.generate(requests, trainer.stacks)])
 
     def peers() -> None:
-        last["peer"] = peer.generate(prompts, names, config.sample_tokens)
+        last["peer"] = peer.generate(rows.prompts, rows.names, config.sample_tokens)
 
     times = timing.in_turn("sample", {"ours": ours, "peer": peers}, config.n)
     count = config.sample_rows * config.sample_tokens

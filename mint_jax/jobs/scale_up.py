@@ -51,7 +51,7 @@ class Question:
             if m.fits(self.margin):
                 say(f"{m.program}: fits, {free}, compiled in {m.compile_s:.0f} s")
             else:
-                say(f"{m.program}: does not fit, {free} (at least {100 * self.margin:.0f} % asked for): {m.total / GIB:.1f} GiB a device")
+                say(m.reason(self.margin))
             yield m
 
 
@@ -85,14 +85,15 @@ def _smallest(question: Question, chip: str) -> tuple[chips.Target, Plan, list[M
         try:
             plan = question.plan(target)
             if plan.base_bytes > (1 - question.margin) * target.hbm:
-                tried[name] = f"does not fit: weights alone are {plan.base_bytes / GIB:.1f} of {target.hbm / GIB:.1f} GiB a device"
+                needs = f"weights alone are {plan.base_bytes / GIB:.1f} of {target.hbm / GIB:.1f} GiB a device"
+                tried[name] = f"does not fit: {needs}, of which {100 * question.margin:.0f} % are to stay free"
                 say(f"{name}: {tried[name]}")
                 continue
             measured = []
             for m in question.measured(plan, target):
                 measured.append(m)
                 if not m.fits(question.margin):
-                    tried[name] = f"{m.program} does not fit: {m.total / GIB:.1f} of {m.hbm / GIB:.1f} GiB a device"
+                    tried[name] = m.reason(question.margin)
                     break
             else:
                 return target, plan, measured, tried | {name: "fits"}
@@ -117,6 +118,7 @@ def _result(question: Question, plan: Plan, target: chips.Target, measured: list
         "base_bytes_per_device": plan.base_bytes,
         "adapter_parameters": one,
         "adapter_percent_of_base": round(100 * one / base, 4),
+        "adapter": {"rank": question.adapter.rank, "alpha": question.adapter.alpha, "targets": list(question.adapter.targets)},
         "policies": question.train.policies,
         "adapters": question.rollout.adapters,
         "fits": int(all(m.fits(question.margin) for m in measured)),
@@ -129,8 +131,8 @@ def _show(question: Question, result: dict[str, Any], measured: list[Measured], 
     base = f"{question.name}, {result['parameters'] / 1e9:.4g}B parameters, {result['base_bytes_per_device'] / GIB:.3g} GiB a device"
     pod = f"{result['topology']}: {result['chips']} chips, {mesh}"
     adapters = (
-        f"{question.train.policies} policies in training, {question.rollout.adapters} adapters in sampling, rank {question.adapter.rank}, "
-        f"{result['adapter_percent_of_base']} % of the base each"
+        f"{question.train.policies} policies in training, {question.rollout.adapters} adapters in sampling, "
+        f"rank {question.adapter.rank} on {', '.join(question.adapter.targets)}, {result['adapter_percent_of_base']} % of the base each"
     )
     together = colocated(measured, result["base_bytes_per_device"])
     report.table(f"{base}\n{pod}\n{adapters}", aot_report.columns(measured), aot_report.rows(measured, together, question.margin))

@@ -86,6 +86,7 @@ DATA = """%test (c: (s32[], bf16[4,64,32])) -> pred[] {
 def test_collectives_count_as_often_as_their_loop_runs(condition, noted, trips, unknown):
     cost = hlo.Module(LOOP.replace("CONDITION", condition).replace("NOTED", noted)).cost()
     assert cost.unknown_loops == unknown
+    assert cost.least == (frozenset(cost.counts) if unknown else frozenset())
     kinds = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute")
     assert cost.counts == dict.fromkeys(kinds, trips)
     shard = 4 * 64 * 32 * 2
@@ -209,3 +210,24 @@ def test_a_scan_over_sharded_layers(mesh8):
     assert cost.flops == 2 * 2 * L * B * D * F / 8
     assert cost.counts == {"all-reduce": L}
     assert cost.bytes["all-reduce"] == L * (B // 4) * D * 4  # 2 o (n - 1) / n with n = 2
+
+
+def test_collectives_in_a_loop_of_unknown_length_are_minima_but_in_a_step():
+    text = LOOP.replace("CONDITION", DATA).replace("NOTED", "")
+    step = hlo.Module(text, steps=True).cost()
+    once = hlo.Module(text).cost()
+    assert (step.unknown_loops, step.least) == (0, frozenset())
+    assert (once.unknown_loops, once.least) == (1, frozenset(once.counts))
+    assert step.counts == once.counts
+
+    def nested(x):
+        def body(carry):
+            return jax.lax.while_loop(lambda y: jnp.sum(y) < 9, lambda y: jax.lax.psum(y, "i") + 1, carry)
+
+        return jax.lax.while_loop(lambda y: jnp.sum(y) < 5, lambda y: body(y @ y), x)
+
+    devices = jax.make_mesh((8,), ("i",))
+    fn = jax.shard_map(nested, mesh=devices, in_specs=P(), out_specs=P(), check_vma=False)
+    module = hlo.Module(jax.jit(fn).lower(jnp.ones((4, 4))).compile().as_text(), steps=True)
+    cost = module.cost()  # the outer loop is the step, the one inside it is not
+    assert (cost.unknown_loops, cost.least) == (1, {"all-reduce"})

@@ -12,7 +12,7 @@ from mint_jax.bench import stamp, tables, timing
 from mint_jax.errors import UserError
 
 REPORTS = {f"{folder.name}/{path.stem}": path for folder in (tables.CPU, tables.PODS) for path in sorted(folder.glob("*.json"))}
-UNSTAMPED = figures.UNSTAMPED.read_text().splitlines() if figures.UNSTAMPED.is_file() else []
+UNSTAMPED = tables.unstamped()
 RUNS = {f"{run.folder.name}/{run.name}": run for run in (*figures.RUNS, *figures.POD_RUNS) if run.committed}
 
 
@@ -95,6 +95,40 @@ def test_a_table_names_each_commit_that_it_quotes(tmp_path):
     assert [two["x"], two["y"], two["z"]]
     assert "`aaaaaaaaaa` on A CPU" in two.where()
     assert two.where().endswith("`bbbbbbbbbb` with changes on A CPU, 2 cores, 24 GB; jax 0.10.2 (y).")
+
+
+def test_the_table_of_pods_says_what_was_compiled_and_what_are_minima(tmp_path, monkeypatch):
+    def program(least):
+        sent = {
+            "all-gather": {"count": 3, "bytes": int(2e9), "at_least": least},
+            "all-reduce": {"count": 1, "bytes": int(1e9), "at_least": False},
+        }
+        estimate = {"bound": "compute", "step_s": 0.873}
+        return {"argument_bytes": 1e9, "temporary_bytes": 2e9, "free_hbm_fraction": 0.5, "collectives": sent, "estimate": estimate}
+
+    report = {
+        "topology": "v5p:2x2x1",
+        "chips": 4,
+        "parameters": 4e9,
+        "policies": 16,
+        "adapter_percent_of_base": 1.6423,
+        "adapter": {"rank": 32, "alpha": 64.0, "targets": ["q", "o"]},
+        "train": program(True),
+        "prefill": program(False),
+        "decode": {"free_hbm_fraction": -0.5, "refused": "no room"},
+        "colocated": {"argument_bytes": 1e9, "temporary_bytes": 2e9, "free_hbm_fraction": 0.4},
+    }
+    for name in tables.BASES:
+        (tmp_path / f"{name}.json").write_text(json.dumps(report))
+    tried = {"v5p:2x2x1": "the mesh needs 8 devices", "v5p:2x2x2": "fits"}
+    (tmp_path / "kimi_k2_smallest.json").write_text(json.dumps({"tried": tried}))
+    monkeypatch.setattr(tables, "PODS", tmp_path)
+    said = tables.TABLES["pods"]()
+    row = "| Qwen3-4B | v5p:2x2x1 | 4 | 4 G | 16, 1.6 % | 32: q, o | train | 1.0 GB | 2.0 GB | 50 % | ≥ 3.0 GB | compute, 873 ms |"
+    assert row in said
+    assert "|  |  |  |  |  |  | prefill | 1.0 GB | 2.0 GB | 50 % | 3.0 GB | compute, 873 ms |" in said
+    assert "decode |  |  | -50 % |  | refused by the compiler |" in said
+    assert "`v5p:2x2x1`: the mesh needs 8 devices; `v5p:2x2x2`: fits." in said
 
 
 @pytest.mark.parametrize(("n", "q"), [(5, 50), (7, 50), (200, 50), (2000, 99)])

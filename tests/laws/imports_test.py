@@ -14,7 +14,7 @@ LEVELS = [
     {"train", "rollout", "catalog", "residency", "envs"},
     {"models"},
     {"lora"},
-    {"params", "sharding", "mesh", "checkpoint", "multihost", "metrics", "data", "host", "digest", "nested"},
+    {"params", "sharding", "mesh", "checkpoint", "multihost", "metrics", "compiling", "data", "host", "digest", "nested"},
     {"errors"},  # everybody may raise a UserError
 ]
 ONLY_IN = {  # optional packages, and what only one place may know
