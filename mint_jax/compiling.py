@@ -28,22 +28,23 @@ class Announcer:
         self._after, self._out = after, out
         self._waiting: dict[int, tuple[threading.Timer, threading.Event]] = {}  # by the thread that compiles
 
-    def started(self, event: str, _: float, fun_name: str = "a program", **__: object) -> None:
+    def started(self, event: str, value: float, **about: str | int) -> None:
         """A listener for scalars."""
+        del value  # when it began
         if event != EVENT:
             return
-        said = threading.Event()
+        said, name = threading.Event(), about.get("fun_name", "a program")
 
         def say() -> None:
             said.set()
-            self._print(f"compiling {fun_name} …")
+            self._print(f"compiling {name} …")
 
         timer = threading.Timer(self._after, say)
         timer.daemon = True
         self._waiting[threading.get_ident()] = timer, said
         timer.start()
 
-    def ended(self, event: str, seconds: float, fun_name: str = "a program", **__: object) -> None:
+    def ended(self, event: str, duration_secs: float, **about: str | int) -> None:
         """A listener for durations; JAX tells those of compilations that failed, too."""
         found = self._waiting.pop(threading.get_ident(), None) if event == EVENT else None
         if found is None:
@@ -51,7 +52,7 @@ class Announcer:
         timer, said = found
         timer.cancel()
         if said.is_set():
-            self._print(f"compiled {fun_name} in {clock(seconds)}")
+            self._print(f"compiled {about.get('fun_name', 'a program')} in {clock(duration_secs)}")
 
     def _print(self, line: str) -> None:
         print(line, file=self._out or sys.stderr, flush=True)

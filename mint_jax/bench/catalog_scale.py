@@ -15,13 +15,12 @@ that of a process which only reads. Measured there, each request timed alone:
 """
 
 import json
-import multiprocessing
 import os
 import resource
 import shutil
 import sqlite3
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from rich.table import Table
 
 from mint_jax import host
 from mint_jax.bench import registry_peer, timing
+from mint_jax.bench.alone import alone
 from mint_jax.bench.catalog_fill import ADAPTER, BASE, DTYPE, TARGETS, Payloads, Plan, base_specs, fill
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import digest_of, unpack
@@ -293,12 +293,6 @@ def _rows(database: Path, entries: int) -> dict[str, float] | None:
         connection.close()
     rows = {f"{table}{'' if kind == 'table' else ' indexes'}": round(size / entries, 1) for table, kind, size in found}
     return {name: size for name, size in sorted(rows.items()) if size >= 1}
-
-
-def alone(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a function in a fresh process."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(function, arguments)
 
 
 def run(config: Any, workdir: Path, **_: Any) -> dict[str, Any]:

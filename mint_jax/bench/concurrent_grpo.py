@@ -5,8 +5,6 @@ sample the same number of tokens (it is checked). Rewards of the tasks take micr
 time of a verifier elsewhere for a second series (``ratio_P_waiting``), since gaps are what overlapping fills.
 """
 
-import concurrent.futures
-import multiprocessing
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +16,7 @@ import numpy as np
 
 from mint_jax import host
 from mint_jax.bench import timing
+from mint_jax.bench.alone import alone
 from mint_jax.models.base import Base, cache_dir
 from mint_jax.train import schedule
 
@@ -134,9 +133,7 @@ def _memory(config: dict[str, Any], n: int, open_base: Callable[[Any], Base], ma
     peaks: dict[str, list[float]] = {"sequential": [], "batched": []}
     for _ in range(n):
         for name, values in peaks.items():
-            spawn = multiprocessing.get_context("spawn")
-            with concurrent.futures.ProcessPoolExecutor(1, mp_context=spawn) as pool:
-                values.append(pool.submit(_peak, config, name, open_base, make_grpo).result())
+            values.append(alone(_peak, config, name, open_base, make_grpo))
     return {"peak_bytes": timing.medians_of(peaks), "peak_memory_ratio": timing.ratio(peaks, "batched", "sequential")}
 
 

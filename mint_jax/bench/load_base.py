@@ -5,7 +5,6 @@ quantised: peak resident memory over what the base itself takes. Then the logits
 """
 
 import json
-import multiprocessing
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from safetensors.numpy import save_file
 
 from mint_jax import host, params
 from mint_jax.bench import timing
+from mint_jax.bench.alone import alone
 from mint_jax.mesh import make_mesh
 from mint_jax.metrics import Progress
 from mint_jax.models import base as base_lib
@@ -55,7 +55,7 @@ def write_checkpoint(directory: Path, fields: dict[str, Any], gigabytes: float) 
     return sum(x.nbytes for tensors in files for x in tensors.values())
 
 
-def load_alone(directory: str, quantise: str) -> dict[str, float]:
+def load_here(directory: str, quantise: str) -> dict[str, float]:
     """Loads onto one device of this process; bytes of the base, and of resident memory before and at the peak."""
     mesh = make_mesh({"data": 1}, jax.devices()[:1])
     jnp.ones(3).block_until_ready()
@@ -101,8 +101,7 @@ def run(config: Any, workdir: Path, open_base: Callable[..., Base], make_grpo: A
         rows: dict[str, list[dict[str, float]]] = {kind: [] for kind in kinds}
         for k in range(config.n):
             for kind, loads in rows.items():
-                with multiprocessing.get_context("spawn").Pool(1) as pool:
-                    loads.append(pool.apply(load_alone, (str(directory), kind)))
+                loads.append(alone(load_here, str(directory), kind))
                 progress.update(k * len(kinds) + len([r for r in rows.values() if len(r) > k]), kind or "bfloat16")
         for kind, loads in rows.items():
             report["loads"][kind or "bfloat16"] = {

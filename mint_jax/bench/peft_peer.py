@@ -20,7 +20,6 @@ from mint_jax.metrics import Progress
 ATTENTION = ("sdpa", "eager")
 THREADS = tuple(dict.fromkeys((os.cpu_count() or 1, 1)))
 CACHES = ("dynamic", "static")
-TIMED = 2  # calls of a candidate, after one to warm up; the faster counts
 
 
 class Options(NamedTuple):
@@ -106,6 +105,10 @@ class PeftPeer:
         self.optimizers[name].zero_grad()
         return float(loss.detach())
 
+    def updates(self, each: Sequence[tuple[Any, ...]]) -> float:
+        """``update`` with one adapter's arguments after another; the sum of their losses."""
+        return sum(self.update(*arguments) for arguments in each)
+
     def generate(self, prompts_BT: np.ndarray, adapters: Sequence[str], new_tokens: int) -> np.ndarray:
         """Greedy continuations ``[B, new_tokens]``, every row with its own adapter (PEFT's mixed batch)."""
         import torch
@@ -130,15 +133,12 @@ class PeftPeer:
 
 
 def _seconds(peer: PeftPeer, options: Options, work: Work) -> float:
-    """The fastest of a few calls, after one to warm up."""
+    """Of a call, after one to warm up."""
     peer.use(options)
     work(peer)
-    times = []
-    for _ in range(TIMED):
-        began = time.perf_counter()
-        work(peer)
-        times.append(time.perf_counter() - began)
-    return min(times)
+    began = time.perf_counter()
+    work(peer)
+    return time.perf_counter() - began
 
 
 def fastest(
@@ -171,9 +171,9 @@ def fastest(
     wanted = {name: (options._replace(compiled=True), works[name]) for name, options in best.items()}
     for name, found in compiled_seconds(made, wanted, compile_s).items():
         options = wanted[name][0]
-        tried[name][str(options)] = found
-        if not isinstance(found, str) and found < min(seconds for seconds in tried[name].values() if seconds is not found):
+        if not isinstance(found, str) and found < min(tried[name].values()):
             best[name] = options
+        tried[name][str(options)] = found
     return best, tried
 
 

@@ -69,8 +69,9 @@ class _Workload:
         prefixes = self.tokens_PBT[p, :, : self.prompt].tolist()
         return [Group(prefixes[0], sequences)] if self.shared else [Group(prefix, [s]) for prefix, s in zip(prefixes, sequences)]
 
-    def torch_args(self, p: int) -> tuple[Any, ...]:
-        return self.tokens_PBT[p], self.prompt, self.advantages_PB[p], self.old_logp[p]
+    def torch_updates(self, count: int) -> list[tuple[Any, ...]]:
+        """The peer's updates of the first so many policies."""
+        return [(f"p{p}", self.tokens_PBT[p], self.prompt, self.advantages_PB[p], self.old_logp[p]) for p in range(count)]
 
     def flops(self, base: Base, config: Any) -> dict[str, int]:
         """Operations that this workload takes at least, with the prompt computed once a group."""
@@ -104,7 +105,7 @@ def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], **_: Any) 
     with tempfile.TemporaryDirectory(dir=workdir) as folder:
         made = (base.directory, _export(trainer, base, Path(folder)), LEARNING_RATE)
         rows = _Rows(config, base, rng)
-        works = {name: Work("update", ("p0", *workload.torch_args(0))) for name, workload in workloads.items()}
+        works = {name: Work("updates", (workload.torch_updates(2),)) for name, workload in workloads.items()}
         works["sample"] = Work("generate", (rows.prompts, rows.names, config.trial_tokens))
         best, report["peer_candidates_s"] = fastest(PeftPeer(*made), made, works, config.compile_s)
         report["peer_options"] = {name: str(options) for name, options in best.items()}
@@ -144,7 +145,7 @@ def _train(name: str, workload: _Workload, config: Any, base: Base, trainer: Tra
         jax.block_until_ready(trainer.state)
 
     def peers() -> None:
-        losses["peer"].append(sum(peer.update(policy, *workload.torch_args(p)) for p, policy in enumerate(trainer.policies)))
+        losses["peer"].append(peer.updates(workload.torch_updates(config.policies)))
 
     matmul = timing.Matmul(base.dtype)
     times = timing.in_turn(name, {"ours": ours, "peer": peers, "matmul": matmul}, config.n)
