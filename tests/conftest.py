@@ -66,6 +66,22 @@ def rng(request) -> np.random.Generator:
     return np.random.default_rng([int(os.environ["MINT_TEST_SEED"]), zlib.crc32(request.node.nodeid.encode())])
 
 
+@pytest.fixture
+def form_of_accelerators(monkeypatch):
+    """Programs as accelerators run them, on the CPU: ``platform_dependent`` takes its default. Gives what it took."""
+    taken = []
+
+    def default_form(*args, default, **_):
+        taken.append(default)
+        return default(*args)
+
+    jax.clear_caches()
+    monkeypatch.setattr(jax.lax, "platform_dependent", default_form)
+    yield taken
+    jax.clear_caches()
+    assert taken, "nothing has two forms here"
+
+
 @pytest.fixture(scope="session")
 def mesh():
     """One device."""

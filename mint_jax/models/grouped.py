@@ -3,6 +3,10 @@
 On accelerators this is ``jax.lax.ragged_dot``. XLA's CPU form of that multiplies every row by every matrix, so there the
 product runs in tiles of one group's rows, in a loop as long as there are tiles: exact for any distribution of rows.
 
+No group reads another's rows or matrix, though a product by 0 would hide them as long as they are finite: 0 times NaN is
+NaN. Tiles mask both operands. What a ragged product does with the rest of an operand is its implementation's affair (JAX's
+own contracts over all groups), so that it is given finite operands, and NaN is put where a group had others.
+
 Axes: M rows, G groups, W matrices, K in, N out.
 """
 
@@ -92,17 +96,38 @@ def _inside(x_MN: jax.Array, sizes_G: jax.Array) -> jax.Array:
     return jnp.where((jnp.arange(x_MN.shape[0]) < jnp.sum(sizes_G))[:, None], x_MN, jnp.zeros((), x_MN.dtype))
 
 
+def _finite(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """``x`` with 0 for all that is not finite, and of each entry of its first axis whether any was."""
+    fine = jnp.isfinite(x)
+    return jnp.where(fine, x, jnp.zeros((), x.dtype)), ~jnp.all(fine, axis=tuple(range(1, x.ndim)))
+
+
+def _group_of_rows(M: int, sizes_G: jax.Array) -> jax.Array:
+    """``[M]``; G for rows behind the last group."""
+    return jnp.searchsorted(jnp.cumsum(sizes_G), jnp.arange(M, dtype=sizes_G.dtype), side="right")
+
+
 def _ragged(x, w, sizes, index, transposed):
-    w = (w if index is None else w[index]).astype(x.dtype)
+    # Matrices that the groups share are the base's: finite, or everybody's are not. Those that an index gives belong to somebody.
+    w, bad_G = (w, None) if index is None else _finite(w[index])
+    w = w.astype(x.dtype)
     w = w.swapaxes(1, 2) if transposed else w
-    return _inside(jax.lax.ragged_dot(x, w, sizes, preferred_element_type=jnp.float32).astype(x.dtype), sizes)
+    y = jax.lax.ragged_dot(x, w, sizes, preferred_element_type=jnp.float32).astype(x.dtype)
+    if bad_G is not None:
+        bad_M = bad_G.at[_group_of_rows(x.shape[0], sizes)].get(mode="fill", fill_value=False)
+        y = jnp.where(bad_M[:, None], jnp.full((), jnp.nan, y.dtype), y)
+    return _inside(y, sizes)
 
 
 _OUTER = jax.lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), lhs_ragged_dimensions=[0], rhs_group_dimensions=[])
 
 
 def _outer_ragged(left_MA, right_MB, sizes):
-    return jax.lax.ragged_dot_general(left_MA, right_MB, sizes, _OUTER, preferred_element_type=jnp.float32)
+    (left_MA, bad_left), (right_MB, bad_right) = _finite(left_MA), _finite(right_MB)
+    sums = jax.lax.ragged_dot_general(left_MA, right_MB, sizes, _OUTER, preferred_element_type=jnp.float32)
+    group_M = _group_of_rows(left_MA.shape[0], sizes)
+    bad_G = jnp.zeros(sizes.shape, bool).at[group_M].max(bad_left | bad_right, mode="drop")
+    return jnp.where(bad_G[:, None, None], jnp.nan, sums)
 
 
 def tile_rows(rows: int, groups: int) -> int:
@@ -208,7 +233,7 @@ def tiled_matmul(
 
 def _outer_tiles(left_MA, right_MB, sizes):
     def body(tile, group, sums):
-        part = dot(tile.own(left_MA), tile.read(right_MB), (0, 0))
+        part = dot(tile.own(left_MA), tile.own(right_MB), (0, 0))
         return jax.lax.dynamic_update_index_in_dim(sums, at(sums, group) + part, group, 0)
 
     return over_tiles(body, blank((sizes.shape[0], left_MA.shape[1], right_MB.shape[1]), jnp.float32, sizes, 0), left_MA.shape[0], sizes)

@@ -161,12 +161,14 @@ def _gradients_of_policies(P, batched, x, bases, sizes, adapters, inner, g):
 def _merge(P, batched, x, bases, sizes, adapters):
     """The policies' rows, and what ``_products`` takes, for all of them."""
     of_x, of_bases, of_sizes, of_adapters = batched[:4]
+    bases, of_bases = ([{name: leaf[name] for name in leaf if name != "index"} for leaf in tree] for tree in (bases, of_bases))
     sizes_PE, shared = each(sizes, of_sizes, P), not any(jax.tree.leaves(of_bases))
     rows = Merged(sizes_PE, x.shape[-2], shared)
     if shared:
         sizes = jnp.sum(sizes_PE, axis=0, dtype=sizes.dtype)
     else:
         bases, sizes = jax.tree.map(lambda w, of: joined(w, of, P), bases, of_bases), sizes_PE.reshape(-1)
+        bases = [base | {"index": jnp.arange(base["w"].shape[0], dtype=jnp.int32)} for base in bases]  # as matrices of somebody
     out = []
     for (groups, factors), (of_groups, of_factors) in zip(adapters, of_adapters):
         W = next(pair[0].shape[-3] for pair in factors if pair)
@@ -211,7 +213,7 @@ def _scale_rows(y: jax.Array, scale_EF: jax.Array, sizes: jax.Array) -> jax.Arra
 def _with_terms_grouped(x, base, sizes, terms, onto, transposed):
     if "scale" in base and transposed:
         x = _scale_rows(x, base["scale"], sizes)
-    y = grouped_matmul(x, base["w"], sizes, transposed=transposed)
+    y = grouped_matmul(x, base["w"], sizes, base.get("index"), transposed)
     if "scale" in base and not transposed:
         y = _scale_rows(y, base["scale"], sizes)
     for h, w, groups in terms:
@@ -250,7 +252,7 @@ def _with_terms_tiles(x, base, sizes, terms, onto, transposed, key):
     if "scale" in base and transposed:
         x = _scale_rows(x, base["scale"], sizes)
     scaled = None if transposed or "scale" not in base else lambda group, out: out * at(base["scale"], group)[None]
-    y = tiled_matmul(x, base["w"], sizes, None, transposed, onto, scaled, key)
+    y = tiled_matmul(x, base["w"], sizes, base.get("index"), transposed, onto, scaled, key)
     for h, w, groups in (one for one in terms if one.w.shape[1] > FEW_TERMS):
         y = over_tiles(
             lambda tile, group, y, h=h, w=w, groups=groups: tile.add(y, dot(tile.read(h), at(w, groups.index[group]), (1, 0))),
@@ -279,10 +281,10 @@ def _add_terms(zero: jax.Array, y: jax.Array, terms: _Terms) -> jax.Array:
 
 def _backward_tiles(x, factors, groups, h, g):
     def body(tile, group, carry):
-        rows, i = tile.read(x), groups.index[group]
+        rows, i = tile.own(x), groups.index[group]  # a neighbour's row may be NaN: both sides of a sum over rows have zeros there
         new_back, new_grads = [], []
         for (_, b), h_MR, g_MF, total, (da, db) in zip(factors, h, g, *carry):
-            g_t = tile.read(g_MF)
+            g_t = tile.own(g_MF)
             mine = jnp.where(tile.mine, dot(g_t, at(b, i), (1, 1)), 0.0).astype(x.dtype)
             new_back.append(tile.add(total, mine))
             new_grads.append((_add_at(da, i, dot(mine, rows, (0, 0))), _add_at(db, i, dot(tile.own(h_MR), g_t, (0, 0)))))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mint_jax.models import grouped, packed_lora
+from mint_jax.models import packed_lora
 from mint_jax.models.grouped import grouped_matmul
 from mint_jax.models.grouped_batching import Merged
 from mint_jax.models.packed_lora import Adapters, Groups, project
@@ -116,12 +116,7 @@ def test_adapted_projections_of_policies_are_those_of_each(own, rank, rng):
 
 
 @pytest.mark.parametrize("contiguous", [False, True])
-def test_rules_hold_for_the_form_of_accelerators(contiguous, rng, monkeypatch):
-    monkeypatch.setattr(grouped, "tiled_matmul", grouped._ragged)
-    monkeypatch.setattr(grouped, "_outer_tiles", grouped._outer_ragged)
-    for name in ("inner", "backward"):
-        monkeypatch.setattr(packed_lora, f"_{name}_tiles", getattr(packed_lora, f"_{name}_grouped"))
-    monkeypatch.setattr(packed_lora, "_with_terms_tiles", lambda *args, key, **kw: packed_lora._with_terms_grouped(*args, **kw))
+def test_rules_hold_for_the_form_of_accelerators(contiguous, rng, form_of_accelerators):
     index = jnp.arange(G, dtype=jnp.int32)
     args = (
         _draw(rng, True, M, K),
@@ -133,6 +128,40 @@ def test_rules_hold_for_the_form_of_accelerators(contiguous, rng, monkeypatch):
     )
     fn = functools.partial(_adapted, contiguous=contiguous)
     _check(fn, args, (0, None, 0, 0, 0, None), (0, 1, 2, 3), _draw(rng, True, M, N))
+
+
+def _spoilt(args, own, value):
+    """The arguments with a number that is not finite in all that is the second policy's own."""
+    return [x.at[1, -1, -1].set(value) if mine and jnp.issubdtype(x.dtype, jnp.floating) else x for x, mine in zip(args, own)]
+
+
+@pytest.mark.parametrize("form", ["cpu", "accelerators"])
+@pytest.mark.parametrize("kind", ["a policy each", "own A and index", "own bases"])
+def test_a_policy_that_is_not_finite_is_alone(kind, form, rng, request):
+    if form == "accelerators":
+        request.getfixturevalue("form_of_accelerators")
+    own = PACKED[kind]
+    shapes = (M, K), (G, K, N), (W, R, K), (W, R, N)
+    sizes, index = jnp.asarray(SIZES), np.stack([rng.permutation(W)[:G] for _ in range(P)]).astype(np.int32)
+    drawn = *(_draw(rng, mine, *shape) for mine, shape in zip(own, shapes)), sizes if own[4] else sizes[0], index if own[5] else index[0]
+    g, trained = _draw(rng, True, M, N), [i for i in range(4) if own[i]]
+
+    @jax.jit
+    @functools.partial(jax.vmap, in_axes=(0, *(0 if mine else None for mine in own)))
+    def run(g, *args):
+        def part(*chosen):
+            return _adapted(*(chosen[trained.index(i)] if i in trained else x for i, x in enumerate(args)))
+
+        y, vjp = jax.vjp(part, *(args[i] for i in trained))
+        return y, *vjp(g)
+
+    want = run(g, *drawn)
+    for value in (jnp.nan, jnp.inf):
+        spoilt = _spoilt(drawn, own, value)
+        for args in (spoilt, *([*drawn[:i], spoilt[i], *drawn[i + 1 :]] for i in trained)):
+            for cotangents in (g, g.at[1, 2].set(value)):
+                for got, expected in zip(run(cotangents, *args), want, strict=True):
+                    np.testing.assert_array_equal(got[::2], expected[::2])
 
 
 def test_vmap_of_vmap_merges_both(rng):

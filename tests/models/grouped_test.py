@@ -91,6 +91,32 @@ def test_both_forms_agree(sizes, transposed, dtype, rng):
     np.testing.assert_allclose(*outer, atol=2e-6 * np.abs(outer[1]).max(initial=1.0))  # accumulated in float32 whatever the inputs
 
 
+FORMS = {"cpu": (grouped.tiled_matmul, grouped._outer_tiles), "accelerators": (grouped._ragged, grouped._outer_ragged)}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_in_one_group_stays_there(value, form, rng):
+    """In its rows or in its matrix; and in rows behind the last group, whose products are 0 whatever they are."""
+    product, outer = FORMS[form]
+    sizes, behind, mine = (5, 9, 0, 13), 4, slice(5, 14)  # the second group is the one
+    others = np.r_[0:5, 14 : sum(sizes)]
+    x, w, size, index, g = _problem(rng, sizes, behind, True, False)
+    bad_x, bad_g = (v.at[7, 3].set(value).at[-1].set(value) for v in (x, g))
+    bad_w = w.at[index[1], 2, 2].set(value)
+    want = np.asarray(product(x, w, size, index, False))
+    for rows, matrices in ((bad_x, w), (x, bad_w), (bad_x, bad_w)):
+        got = np.asarray(product(rows, matrices, size, index, False))
+        np.testing.assert_array_equal(got[others], want[others])
+        assert not np.isfinite(got[mine]).all()
+        assert not got[sum(sizes) :].any()
+    want = np.asarray(outer(x, g, size))
+    for left, right in ((bad_x, g), (x, bad_g), (bad_x, bad_g)):
+        got = np.asarray(outer(left, right, size))
+        np.testing.assert_array_equal(got[[0, 2, 3]], want[[0, 2, 3]])
+        assert not np.isfinite(got[1]).all()
+
+
 def test_a_frozen_matrix_gets_no_gradient(rng):
     x, w, size, _, g = _problem(rng, SIZES["zeros"], 9, False, False)
     _, vjp = jax.vjp(lambda x: grouped_matmul(x, w, size), x)
