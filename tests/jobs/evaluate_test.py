@@ -18,6 +18,8 @@ from mint_jax.models import base as base_lib
 from mint_jax.models import transformer
 from mint_jax.rollout.engine import Completion
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 
 def make():
     """An environment whose reward differs between any two completions."""

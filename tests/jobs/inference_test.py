@@ -12,6 +12,8 @@ from mint_jax.errors import UserError
 from mint_jax.jobs import JOBS, export, import_, sample, score
 from tests import oracles
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 ATOL = 2e-4  # float32 on both sides, sums of up to 80 terms in another order
 
 

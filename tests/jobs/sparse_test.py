@@ -11,6 +11,8 @@ from mint_jax.errors import UserError
 from mint_jax.jobs import grpo, pretrain
 from mint_jax.models import base as base_lib
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 CONFIGS = Path(__file__).parents[2] / "configs" / "tiny"
 
 

@@ -12,6 +12,8 @@ from mint_jax.rollout.score import Scorer
 from mint_jax.train.batch import Group, Sequence
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 # Float32: decoding adds up the same products as the full forward, in another order. A logit is a sum of up to D = 576 terms behind
 # 30 layers, each with a relative rounding error of 6e-8; the largest gaps seen are 4e-6 (tiny) and 6e-5 (SmolLM2).
 GAP = 1e-4

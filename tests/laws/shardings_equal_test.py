@@ -20,6 +20,8 @@ from mint_jax.train.batch import Group, Sequence
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 DENSE = {  # every dimension that a mesh below splits is divisible by its ways
     "architectures": ["Qwen3ForCausalLM"],
     "vocab_size": 96,

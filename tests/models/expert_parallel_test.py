@@ -14,6 +14,8 @@ from mint_jax.mesh import make_mesh
 from mint_jax.models import expert_parallel
 from mint_jax.models.expert_parallel import AllToAll, Gather, routed
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 E, X, D, F, T = 16, 3, 12, 10, 7
 ENDS = {"gate": (D, F), "up": (D, F), "down": (F, D)}
 MESHES = {

@@ -27,6 +27,8 @@ from mint_jax.models.transformer import hidden_states, logits
 from mint_jax.rollout.engine import DenseEngine, Request
 from tests import oracles
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 LATENT = [("deepseek_v3_dense", "names"), ("deepseek_v3_yarn_dense", "full"), ("moonlight_dense", "none")]
 LENGTHS = (150, 37, 1)  # beyond the original context of llama3 (32) and yarn (64), beyond two blocks of attention
 

@@ -22,6 +22,8 @@ from mint_jax.train.batch import Group, Sequence
 from mint_jax.train.losses import Targets, policy_loss
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer, stack_coefs
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 ADAPTER = AdapterConfig(3, 6.0, (ALL_LINEAR,))
 LOW, HIGH = 0.85, 1.2
 BAND = LossConfig("importance_sampling", band_low=LOW, band_high=HIGH)
