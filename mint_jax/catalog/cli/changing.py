@@ -2,7 +2,7 @@
 
 import argparse
 import os
-import tempfile
+import uuid
 from pathlib import Path
 
 from mint_jax.catalog import names
@@ -126,16 +126,23 @@ def recover(args: argparse.Namespace, catalog: Catalog) -> Result:
 def export(args: argparse.Namespace, catalog: Catalog) -> Result:
     """Writes a revision to files."""
     if (args.directory is None) == (args.packed is None):
-        raise UserError("give either a new directory, for PEFT, or --packed FILE")
+        raise UserError("give either a new directory, or --packed FILE")
     found = catalog.resolve(args.name)
     data = catalog.load(found.digest)
     answer = {"policy": found.policy, "number": found.number, "digest": found.digest}
     if args.packed is not None:
         _write_new(Path(args.packed), data.data)
         return Result(answer | {"packed": args.packed}, [f"wrote {args.packed}, {size(data.size)}, {found.digest}"])
+    shown = [("directory", args.directory), ("revision", f"{found.policy}@{found.number}"), ("digest", found.digest)]
+    if args.format == "orbax":
+        from mint_jax.catalog import orbax_files  # with Orbax, which takes seconds to import
+
+        orbax_files.write(args.directory, data, answer)
+        return Result(answer | {"directory": args.directory}, [facts("wrote an Orbax checkpoint", shown)])
     if args.base is None:
-        raise UserError("a PEFT directory needs the base's names: give --base, or write --packed FILE")
+        raise UserError("a PEFT directory needs the base's names: give --base, or choose --format=orbax or --packed FILE")
     from mint_jax.lora import peft, tree
+    from mint_jax.models.base import PACKAGED, public_name
     from mint_jax.models.outline import outline
 
     base = outline(args.base, args.fingerprint)
@@ -146,12 +153,15 @@ def export(args: argparse.Namespace, catalog: Catalog) -> Result:
             "give its own base"
         )
     tree.check_fits(adapter, schema.config, base.specs, args.name, finite=False)
+    base_name = args.base_name or public_name(args.base)
     try:
-        peft.write_peft(args.directory, adapter, schema.config, base.tables[0], args.base)
+        peft.write_peft(args.directory, adapter, schema.config, base.tables[0], base_name)
     except OSError as error:
         raise UserError(f"output {args.directory} cannot be written ({error.strerror or error}): choose another place") from None
-    shown = [("directory", args.directory), ("revision", f"{found.policy}@{found.number}"), ("digest", found.digest)]
-    return Result(answer | {"directory": args.directory}, [facts("wrote", shown)])
+    shown.append(("base named in it", base_name))
+    if not args.base_name and args.base.lower() in PACKAGED:
+        shown.append(("note", "the hub has the full weights of this base; here it is a 4-bit GGUF file, so outputs there differ a little"))
+    return Result(answer | {"directory": args.directory, "base_name": base_name}, [facts("wrote", shown)])
 
 
 def _write_new(target: Path, data: memoryview) -> None:
@@ -160,15 +170,14 @@ def _write_new(target: Path, data: memoryview) -> None:
         raise UserError(f"output {target} exists: choose a new file, or remove it")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        handle, staging = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:100]}-")
+        staging = target.parent / f".{target.name[:100]}-{uuid.uuid4().hex}"
         try:
-            with open(handle, "wb") as file:
+            with open(staging, "xb") as file:  # unlike tempfile's, with the rights that the user's umask gives
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            os.chmod(staging, 0o644)
             os.link(staging, target)  # unlike a rename it does not replace what appeared meanwhile
         finally:
-            os.unlink(staging)
+            staging.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"output {target} cannot be written ({error.strerror or error}): choose another place") from None

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace, catalog: Catalog | None) -> Result:
     """Imports all sources; status 1 where one was refused. ``catalog`` None: there is none yet, in a dry run."""
     sources, refused = find(args.paths, args.follow_links)
     if not sources and not refused:
-        raise UserError(f"{', '.join(args.paths)}: there is neither a PEFT directory nor a safetensors file")
+        raise UserError(f"{', '.join(args.paths)}: there is no PEFT directory, no safetensors file, and no Orbax checkpoint of a revision")
     if args.base is None and (count := sum(source.peft for source in sources)):
         raise UserError(f"{count} PEFT directories need the base that they were trained on: give --base")
     tally = Tally(refused=refused)

@@ -10,6 +10,7 @@ when they run, so that a listing starts without jax.
 import argparse
 import importlib
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -82,8 +83,12 @@ def _exists(place: str) -> bool:
 
 def _parser() -> argparse.ArgumentParser:
     everywhere = argparse.ArgumentParser(add_help=False)
-    everywhere.add_argument("--catalog", default=argparse.SUPPRESS, metavar="PLACE", help="a folder, sqlite:///path or postgresql://…")
-    everywhere.add_argument("--payloads", default=argparse.SUPPRESS, metavar="URL", help="where payloads are, if not in that folder")
+    everywhere.add_argument(
+        "--catalog", type=_place, default=argparse.SUPPRESS, metavar="PLACE", help="a folder, sqlite:///path or postgresql://…"
+    )
+    everywhere.add_argument(
+        "--payloads", type=_place, default=argparse.SUPPRESS, metavar="URL", help="where payloads are, if not in that folder"
+    )
     everywhere.add_argument("--json", action="store_true", default=argparse.SUPPRESS, help="print one JSON document")
     parser = argparse.ArgumentParser(
         "python -m mint_jax.catalog", description="Policies, their revisions and aliases.", parents=[everywhere]
@@ -175,14 +180,18 @@ def _add_changing(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _add_files(command: Callable[..., argparse.ArgumentParser]) -> None:
-    export = command("export", "changing:export", "write a revision as a PEFT directory, or as a packed file")
+    export = command("export", "changing:export", "write a revision as a PEFT directory, an Orbax checkpoint or a packed file")
     export.add_argument("name", help=_REVISION)
-    export.add_argument("directory", nargs="?", help="a new directory")
-    export.add_argument("--packed", metavar="FILE", help="the packed object, in one safetensors file, in place of a directory")
+    export.add_argument("directory", nargs="?", type=_place, help="a new directory")
+    export.add_argument("--format", choices=("peft", "orbax"), default="peft", help="of the directory (default peft)")
+    export.add_argument("--base-name", metavar="NAME", help="what a PEFT directory calls its base: a hub name, or a directory")
+    export.add_argument("--packed", type=_place, metavar="FILE", help="the packed object, in one safetensors file, in place of a directory")
     _base(export)
 
-    bring = command("import", "importing:run", "make revisions of PEFT directories and packed files, or of all in a folder")
-    bring.add_argument("paths", nargs="+", metavar="PATH")
+    bring = command(
+        "import", "importing:run", "make revisions of PEFT directories, Orbax checkpoints and packed files, or of all in a folder"
+    )
+    bring.add_argument("paths", nargs="+", type=_place, metavar="PATH")
     bring.add_argument("--policy", default="{name}", metavar="TEMPLATE", help="policies' names; {name} and {parent} are of the path")
     bring.add_argument("--tenant", help="whose policies they become")
     bring.add_argument("--step", type=_count_or_0, default=0, metavar="N", help="optimizer steps that were done")
@@ -198,7 +207,7 @@ def _add_files(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def _base(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--base", help="name or directory of the base; its weights are not loaded")
+    parser.add_argument("--base", type=_place, help="name or directory of the base; its weights are not loaded")
     parser.add_argument("--fingerprint", metavar="HEX", help="the base's, where --base has its config.json only")
 
 
@@ -215,6 +224,12 @@ def _reason(parser: argparse.ArgumentParser) -> None:
 def _paging(parser: argparse.ArgumentParser, after: str) -> None:
     parser.add_argument("--limit", type=_count, default=100, metavar="N", help="at most so many (default 100)")
     parser.add_argument("--after", metavar="LAST", help=f"go on behind {after}")
+
+
+def _place(text: str) -> str:
+    """``~`` means the home folder; shells leave it as it is behind a ``=``."""
+    found = re.match(r"(sqlite:///|file://)?(~.*)", text, re.DOTALL)
+    return text if found is None else (found[1] or "") + os.path.expanduser(found[2])
 
 
 def _count_or_all(text: str) -> int | None:

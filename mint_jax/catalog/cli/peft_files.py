@@ -1,4 +1,4 @@
-"""One source -> factors, checked before anything large is read: PEFT directories and packed files that strangers wrote."""
+"""One source -> factors, checked before anything large is read: PEFT directories, Orbax checkpoints and packed files of strangers."""
 
 import math
 import re
@@ -15,6 +15,7 @@ from mint_jax.catalog.packed import Schema, pack, unpack
 from mint_jax.errors import UserError
 from mint_jax.lora import peft, tree
 from mint_jax.lora.config import MAX_RANK
+from mint_jax.lora.patterns import DEFAULT_ALPHA, DEFAULT_RANK
 from mint_jax.models.outline import Outline
 
 MAX_CONFIG = 4 << 20
@@ -27,7 +28,7 @@ def packed_object(source: Source, base: Outline | None, dtype: str, force: bool,
     """The packed object of a source.
 
     Args:
-        base: needed for PEFT directories; a packed file must fit it where it is given.
+        base: needed for PEFT directories; others must fit it where it is given.
         dtype: of the factors; ``keep``: the file's, where that is exact.
         force: take NaN and infinite weights.
 
@@ -35,8 +36,12 @@ def packed_object(source: Source, base: Outline | None, dtype: str, force: bool,
         UserError: why it is refused.
         OSError: it cannot be read.
     """
+    if source.orbax:
+        from mint_jax.catalog import orbax_files  # with Orbax, which takes seconds to import
+
+        return _checked(orbax_files.read(source.path, max_bytes), source, base, force)
     if not source.peft:
-        return _packed_file(source, base, force, max_bytes)
+        return _checked(source.file("", max_bytes).read_bytes(), source, base, force)
     assert base is not None
     tags = _check_directory(source, base, max_bytes)
     names, projections = base.tables
@@ -61,8 +66,8 @@ def _is_exact(adapter: Any, dtype: str) -> bool:
         )
 
 
-def _packed_file(source: Source, base: Outline | None, force: bool, max_bytes: int) -> bytes:
-    data = source.file("", max_bytes).read_bytes()
+def _checked(data: bytes, source: Source, base: Outline | None, force: bool) -> bytes:
+    """A packed object as it is, looked at as closely as what comes from PEFT."""
     adapter, schema = unpack(data)
     if base is not None:
         if schema.base != base.fingerprint:
@@ -117,10 +122,13 @@ def _check_config(config: dict[str, Any]) -> int:
         raise UserError(f"{CONFIG}: rank_pattern and alpha_pattern must be objects")
     for pattern in [*ranks, *alphas]:
         _check_pattern(pattern)
-    for name, rank in [("r", config.get("r")), *((f"rank_pattern of {pattern[:60]!r}", rank) for pattern, rank in ranks.items())]:
+    for name, rank in [
+        ("r", config.get("r", DEFAULT_RANK)),
+        *((f"rank_pattern of {pattern[:60]!r}", rank) for pattern, rank in ranks.items()),
+    ]:
         if type(rank) is not int or not 1 <= rank <= MAX_RANK:
             raise UserError(f"{CONFIG}: {name} is {ascii(rank)[:60]}; expected 1 to {MAX_RANK}")
-    for name, alpha in [("lora_alpha", config.get("lora_alpha", 1)), *(("alpha_pattern", alpha) for alpha in alphas.values())]:
+    for name, alpha in [("lora_alpha", config.get("lora_alpha", DEFAULT_ALPHA)), *(("alpha_pattern", alpha) for alpha in alphas.values())]:
         if type(alpha) not in (int, float) or abs(alpha) > 1e9 or not math.isfinite(alpha):
             raise UserError(f"{CONFIG}: {name} is {ascii(alpha)[:60]}; expected a number")
     parameters = config.get("target_parameters") or []
@@ -128,7 +136,7 @@ def _check_config(config: dict[str, Any]) -> int:
         raise UserError(f"{CONFIG}: target_parameters is not a list of names")
     if len(str(config.get("peft_version"))) > 100:
         raise UserError(f"{CONFIG}: peft_version is not a version")
-    return max([config["r"], *ranks.values()])
+    return max([config.get("r", DEFAULT_RANK), *ranks.values()])
 
 
 def _check_pattern(pattern: str) -> None:

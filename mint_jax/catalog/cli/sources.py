@@ -1,4 +1,4 @@
-"""What there is to import under the paths that were given: PEFT directories and packed safetensors files.
+"""What there is to import under the paths that were given: PEFT directories, Orbax checkpoints and packed safetensors files.
 
 A folder may come from a stranger. Symbolic links that lead out of it are refused unless asked for, and never walked in
 circles; what is no regular file is not opened (a named pipe would wait for ever).
@@ -10,6 +10,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from mint_jax.catalog import orbax_names
 from mint_jax.errors import UserError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -21,13 +22,14 @@ class Source:
     """One adapter to be.
 
     Attributes:
-        path: a directory (``peft``) or a file.
+        path: a directory (``peft`` or ``orbax``) or a file.
         root: the real folder that its files may not lead out of; None where links may lead anywhere.
     """
 
     path: Path
     peft: bool
     root: Path | None
+    orbax: bool = False
 
     def file(self, name: str, max_bytes: int) -> Path:
         """One of its files, for a packed one ``""``, safe to open.
@@ -98,6 +100,9 @@ def _walk(top: Path, follow_links: bool) -> Iterator[Source | Refusal]:
             yield Refusal(str(folder), f"the folder cannot be listed ({error.strerror})")
             continue
         names = {entry.name for entry in entries}
+        if orbax_names.is_revision(names):  # all that is below is its own
+            yield Source(folder, False, root, orbax=True)
+            continue
         peft = CONFIG in names
         if peft:
             yield Source(folder, True, root)

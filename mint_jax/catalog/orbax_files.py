@@ -1,0 +1,117 @@
+"""A revision as an Orbax checkpoint, which any program with Orbax restores, without this package.
+
+Two items: ``adapter``, the factors in the layout of ``lora.tree``, and ``revision``, JSON with the packed object's ``schema``
+(base, rank, scale rule, targets, layout, dtype), its ``digest``, and what the catalog calls it::
+
+    restored = orbax.checkpoint.Checkpointer(orbax.checkpoint.CompositeCheckpointHandler()).restore(directory)
+    restored.adapter["dense"]["attn"]["q"]["a"], restored.revision["schema"]["alpha"]
+
+In a folder. A bucket is where packs go: Orbax commits by a rename, which S3 does not have (see ``payloads``).
+"""
+
+import json
+import math
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from mint_jax import nested
+from mint_jax.catalog import header
+from mint_jax.catalog.orbax_names import ADAPTER, REVISION
+from mint_jax.catalog.packed import Buffer, Schema, digest_of, pack, unpack
+from mint_jax.errors import UserError
+
+MAX_JSON = 4 << 20
+
+
+def write(directory: str | Path, data: Buffer, about: Mapping[str, Any]) -> None:
+    """Writes a packed object as a checkpoint, which appears whole or not at all.
+
+    Args:
+        about: what JSON shall tell beside schema and digest, such as policy and number.
+
+    Raises:
+        UserError: the directory is there already, or cannot be written.
+    """
+    if "://" in str(directory):
+        raise UserError(f"output {str(directory)[:80]!r} is no folder: Orbax commits by a rename, which buckets lack; write it to a folder")
+    directory = Path(directory).absolute()
+    if directory.exists():
+        raise UserError(f"output {directory} exists: choose a new directory, or remove it")
+    adapter, schema = unpack(data)
+    told = {"schema": json.loads(schema.to_json()), "digest": digest_of(data), **about}
+    items = ocp.args.Composite(**{ADAPTER: ocp.args.StandardSave(adapter), REVISION: ocp.args.JsonSave(told)})
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+            checkpointer.save(directory, items)
+    except Exception as error:  # TensorStore's are ValueErrors, Orbax's of many kinds
+        reason = str(error).splitlines()[0][:300] if str(error) else type(error).__name__
+        raise UserError(f"output {directory} cannot be written ({reason}): choose another place, or free disk space") from None
+
+
+def read(directory: Path, max_bytes: int) -> bytes:
+    """The packed object of a checkpoint, looked at before anything of its size is read.
+
+    Raises:
+        UserError: no such checkpoint, one with links, more than ``max_bytes``, or factors that are not what its schema or
+            its digest says.
+    """
+    for path in _files(directory):
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise UserError(f"{path.relative_to(directory)} is no regular file")
+    told = _revision(directory)
+    schema = Schema.from_json(json.dumps(told.get("schema")))
+    try:
+        handler = ocp.PyTreeCheckpointHandler()
+        about = handler.metadata(directory / ADAPTER).tree
+        leaves = jax.tree.leaves(about)
+        needed = sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves)
+        dtypes = {str(np.dtype(leaf.dtype)) for leaf in leaves}
+    except Exception as error:
+        raise UserError(f"its item {ADAPTER!r} cannot be read ({_first_line(error)})") from None
+    if needed > max_bytes:
+        raise UserError(f"its factors take {needed:,} bytes, and {max_bytes:,} are allowed: see --max-bytes")
+    if dtypes != {schema.dtype}:
+        raise UserError(f"its factors are {', '.join(sorted(dtypes)) or 'none'}, its schema says {schema.dtype}")
+    try:
+        as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), about)
+        adapter = handler.restore(directory / ADAPTER, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
+    except Exception as error:
+        raise UserError(f"its factors cannot be read ({_first_line(error)}): the checkpoint is damaged") from None
+    data = pack(_nested(adapter), schema)
+    if told.get("digest") not in (None, digest_of(data)):
+        raise UserError(f"its factors have digest {digest_of(data)[:12]}, it says {str(told['digest'])[:12]}: the checkpoint is damaged")
+    return data
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    for folder, folders, files in os.walk(directory):
+        yield from (Path(folder) / name for name in files)
+        yield from (path for name in folders if (path := Path(folder) / name).is_symlink())
+
+
+def _revision(directory: Path) -> dict[str, Any]:
+    path = directory / REVISION / "metadata"
+    if path.stat().st_size > MAX_JSON:
+        raise UserError(f"its item {REVISION!r} has more than {MAX_JSON:,} bytes")
+    told = header.parse_json(path.read_bytes(), f"the item {REVISION!r}")
+    if not isinstance(told, dict):
+        raise UserError(f"the item {REVISION!r} is not a JSON object")
+    return told
+
+
+def _nested(adapter: Any) -> Any:
+    """The restored tree as plain dicts with names as keys."""
+    flat = {path: np.asarray(leaf) for path, leaf in nested.leaves_with_path(adapter)}
+    return nested.nest(flat)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0][:300]

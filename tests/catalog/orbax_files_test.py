@@ -1,0 +1,152 @@
+"""Revisions as Orbax checkpoints: plain Orbax restores them, they come back with their digest, and strangers' are looked at first."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from mint_jax.catalog import orbax_files
+from mint_jax.catalog.cli.parser import main
+from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.catalog.packed import Schema, digest_of, pack
+from mint_jax.errors import UserError
+from mint_jax.lora import tree
+from mint_jax.lora.config import AdapterConfig
+from mint_jax.models import transformer
+from mint_jax.models.config import read_config
+from tests.catalog.adapters import packed
+
+FAMILIES = ["llama", "qwen3_moe", "deepseek_v3"]  # dense, packed experts, MLA
+
+PLAIN = """
+import json, sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "mint_jax":
+            raise ImportError("not here")
+
+sys.meta_path.insert(0, Refuse())
+import orbax.checkpoint as ocp
+
+out = []
+for directory in sys.argv[1:]:
+    restored = ocp.Checkpointer(ocp.CompositeCheckpointHandler()).restore(directory)
+    def walk(node, path):
+        if isinstance(node, dict):
+            for name, child in node.items():
+                yield from walk(child, path + [name])
+        else:
+            yield "/".join(path), [str(node.dtype), list(node.shape), node.tobytes().hex()]
+    out.append({"revision": restored["revision"], "adapter": dict(walk(restored["adapter"], []))})
+print(json.dumps(out))
+"""
+
+
+def adapters_of(family, hf_dirs, rng):
+    """Packed adapters of a family at ranks 1, 3 and 8, each in another dtype, with a few values that are not numbers."""
+    specs = transformer.abstract(read_config(hf_dirs(family)))
+    for rank, dtype in ((1, "float32"), (3, "bfloat16"), (8, "float16")):
+        config = tree.spelled_out(AdapterConfig(rank, 5.0, ("all-linear",), rslora=rank == 3), specs)
+        factors = jax.tree.map(lambda spec: rng.normal(size=spec.shape).astype(np.float32), tree.adapter_specs(specs, config))
+        jax.tree.leaves(factors)[0].flat[:3] = np.nan, np.inf, -0.0
+        yield pack(factors, Schema("ab" * 32, config, dtype))
+
+
+def test_plain_orbax_restores_every_family_and_the_digest_comes_back(rng, hf_dirs, tmp_path):
+    made = {}
+    for family in FAMILIES:
+        for i, data in enumerate(adapters_of(family, hf_dirs, rng)):
+            directory = tmp_path / f"{family}{i}"
+            orbax_files.write(directory, data, {"policy": family, "number": i})
+            again = orbax_files.read(directory, 1 << 30)
+            assert digest_of(again) == digest_of(data)
+            made[str(directory)] = data
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, "-c", PLAIN, *made], capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for directory, data, found in zip(made, made.values(), json.loads(done.stdout.splitlines()[-1]), strict=True):
+        adapter, schema = orbax_files.unpack(data)
+        assert found["revision"]["schema"] == json.loads(schema.to_json())
+        assert found["revision"]["digest"] == digest_of(data)
+        leaves = dict(orbax_files.nested.leaves_with_path(adapter))
+        assert found["adapter"].keys() == leaves.keys(), directory
+        for path, leaf in leaves.items():
+            assert found["adapter"][path] == [schema.dtype, list(leaf.shape), leaf.tobytes().hex()]
+    assert {leaf[0] for leaf in found["adapter"].values()} == {"float16"}
+
+
+def test_export_and_import_on_the_command_line(tmp_path, capsys):
+    with Catalog.open(tmp_path / "catalog") as catalog:
+        digest = catalog.export("chat", packed(3), 7, create=True).digest
+    out = tmp_path / "out" / "chat"
+    assert main([f"--catalog={tmp_path / 'catalog'}", "export", "chat", str(out), "--format=orbax"]) == 0
+    assert digest in capsys.readouterr().out
+    shutil.copytree(out, tmp_path / "out" / "again")
+    assert main([f"--catalog={tmp_path / 'other'}", "import", str(tmp_path / "out"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["imported"] == 2
+    with Catalog.open(tmp_path / "other") as other:
+        assert other.resolve("chat").digest == other.resolve("again").digest == digest
+    assert main([f"--catalog={tmp_path / 'catalog'}", "export", "chat", str(out), "--format=orbax"]) == 2
+    assert "exists: choose a new directory" in capsys.readouterr().err
+    assert main([f"--catalog={tmp_path / 'catalog'}", "export", "chat", "s3://bucket/x", "--format=orbax"]) == 2
+    assert "is no folder" in capsys.readouterr().err
+    umask = os.umask(0)
+    os.umask(umask)
+    assert out.stat().st_mode & 0o777 == 0o777 & ~umask
+
+
+def corrupt(directory):
+    """Another value in the largest data file: what TensorStore's own checksums find, or our digest does."""
+    biggest = max((p for p in (directory / "adapter").rglob("*") if p.parent.name == "d"), key=lambda p: p.stat().st_size)
+    data = bytearray(biggest.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    biggest.write_bytes(data)
+
+
+def other_digest(directory):
+    told = json.loads((directory / "revision" / "metadata").read_text())
+    (directory / "revision" / "metadata").write_text(json.dumps(told | {"digest": "00" * 32}))
+
+
+def other_dtype(directory):
+    told = json.loads((directory / "revision" / "metadata").read_text())
+    (directory / "revision" / "metadata").write_text(json.dumps(told | {"schema": told["schema"] | {"dtype": "bfloat16"}}))
+
+
+def link(directory):
+    (directory / "revision" / "more").symlink_to("/etc/hostname")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (corrupt, "damaged|cannot be read"),
+        (other_digest, "the checkpoint is damaged"),
+        (other_dtype, "its factors are float32, its schema says bfloat16"),
+        (link, "revision/more is no regular file"),
+        (lambda d: shutil.rmtree(d / "adapter" / "d"), "cannot be read"),
+        (lambda d: (d / "revision" / "metadata").write_text("[]"), "not a JSON object"),
+    ],
+)
+def test_a_strangers_checkpoint_is_refused_with_its_reason(change, says, tmp_path):
+    orbax_files.write(tmp_path / "it", packed(1), {})
+    change(tmp_path / "it")
+    with pytest.raises(UserError, match=says):
+        orbax_files.read(tmp_path / "it", 1 << 30)
+
+
+def test_a_large_one_is_refused_unread(tmp_path):
+    zeros = {"dense": {"attn": {"q": {"a": np.zeros((1, 1, 1 << 20), np.float32), "b": np.zeros((1, 1, 8), np.float32)}}}}
+    told = {"schema": json.loads(Schema("ab" * 32, AdapterConfig(1, 2.0, ("q",))).to_json())}
+    with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:  # by anybody's program, without a digest
+        checkpointer.save(tmp_path / "it", ocp.args.Composite(adapter=ocp.args.StandardSave(zeros), revision=ocp.args.JsonSave(told)))
+    with pytest.raises(UserError, match="4,194,336 bytes, and 4,000,000 are allowed"):
+        orbax_files.read(tmp_path / "it", 4_000_000)
+    assert len(orbax_files.read(tmp_path / "it", 5_000_000)) > 4_194_336
