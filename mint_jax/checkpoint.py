@@ -1,13 +1,14 @@
 """Training checkpoints through Orbax: asynchronous, atomic, the last few kept.
 
-A checkpoint is a tree of arrays and one JSON value, committed together. ``save`` returns once the arrays are copied off
-the devices; ``wait`` returns once everything is on disk. A crash at any moment leaves the checkpoints committed before.
+A checkpoint is a tree of arrays, further trees that each restore alone, and one JSON value, committed together. ``save``
+returns once the arrays are copied off the devices; ``wait`` returns once everything is on disk. A crash at any moment leaves
+the checkpoints committed before.
 
 Where several processes run, all make the same calls in the same order, on one shared folder; each writes its own shards.
 """
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,12 @@ class Checkpoints:
         self._on_commit = on_commit
         self._pending: int | None = None
 
-    def save(self, step: int, arrays: Any, extra: Any) -> None:
+    def save(self, step: int, arrays: Any, extra: Any, items: Mapping[str, Any] | None = None) -> None:
         """Starts saving. The save before it is waited for, so at most one is in flight.
+
+        Args:
+            items: further trees by name; ``orbax.checkpoint.StandardCheckpointer().restore(directory / "step_9" / name)``
+                gives one of them to any program.
 
         Raises:
             UserError: the disk is full or not writable; the checkpoints before stay valid.
@@ -52,7 +57,8 @@ class Checkpoints:
         latest = self.latest()
         if latest is not None and step <= latest:
             raise ValueError(f"step {step} is not newer than {latest}, which is saved in {self.directory}")
-        args = ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), extra=ocp.args.JsonSave(extra))
+        beside = {name: ocp.args.StandardSave(tree) for name, tree in (items or {}).items()}
+        args = ocp.args.Composite(arrays=ocp.args.StandardSave(arrays), extra=ocp.args.JsonSave(extra), **beside)
         try:
             self._manager.save(step, args=args)
         except OSError as error:
@@ -107,10 +113,21 @@ class Checkpoints:
         step = self.latest() if step is None else step
         if step is None:
             raise UserError(f"{self.directory} has no checkpoint to resume from")
-        target = jax.tree.map(ocp.utils.to_shape_dtype_struct, arrays)
-        args = ocp.args.Composite(arrays=ocp.args.StandardRestore(target), extra=ocp.args.JsonRestore())
+        restored = self._restore(step, arrays=_like(arrays), extra=ocp.args.JsonRestore())
+        return step, restored["arrays"], restored["extra"]
+
+    def has(self, step: int, item: str) -> bool:
+        """Whether a checkpoint has a further tree of this name: process 0's word."""
+        return multihost.agree("items of a checkpoint", lambda: (self.directory / f"step_{step}" / item).is_dir())
+
+    def restore_item(self, step: int, item: str, arrays: Any) -> Any:
+        """One of the further trees of a checkpoint; arguments and errors as ``restore`` has them."""
+        return self._restore(step, **{item: _like(arrays)})[item]
+
+    def _restore(self, step: int, **items: Any) -> Any:
+        args = ocp.args.Composite(**items)
         try:
-            restored = self._manager.restore(step, args=args)
+            return self._manager.restore(step, args=args)
         except FileNotFoundError as error:
             raise UserError(f"checkpoint {step} is not in {self.directory} or incomplete ({str(error).splitlines()[0]})") from None
         except Exception as error:
@@ -118,9 +135,12 @@ class Checkpoints:
                 f"checkpoint {step} in {self.directory} does not fit this config ({str(error).splitlines()[0]}): "
                 "resume with the config saved beside it, or choose another --workdir"
             ) from None
-        return step, restored["arrays"], restored["extra"]
 
     def close(self) -> None:
         """Waits and releases the folder."""
         self.wait()
         self._manager.close()
+
+
+def _like(arrays: Any) -> Any:
+    return ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, arrays))

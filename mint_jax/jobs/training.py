@@ -26,9 +26,11 @@ from mint_jax.jobs.common import Config
 from mint_jax.jobs.hold import Hold
 from mint_jax.jobs.recorder import Recorder, Snapshot
 from mint_jax.lora.tree import spelled_out
+from mint_jax.train.state import TrainStack
 from mint_jax.train.trainer import Trainer
 
 KEEP_ROLLOUTS = 8  # steps
+ADAPTERS = "adapters"  # the item of a checkpoint that restores without the rest
 
 
 class TrainingRun:
@@ -130,19 +132,37 @@ class TrainingRun:
     def _schema(self, name: str) -> Schema:
         return Schema(self.trainer.base.fingerprint, spelled_out(self.trainer.policies[name].adapter, self.trainer.specs))
 
+    def _adapters(self) -> dict[str, Any]:
+        """What a checkpoint has as its item ``adapters``: stacks by bucket. ``_where`` tells whose slots are whose."""
+        return {str(bucket): stack.adapters for bucket, stack in self.trainer.state.items()}
+
     def _arrays(self) -> dict[str, Any]:
-        return {str(bucket): stack for bucket, stack in self.trainer.state.items()}
+        """The rest of the training state: moments, gradient sums, counters."""
+        rest = [field.name for field in dataclasses.fields(TrainStack) if field.name != ADAPTERS]
+        return {str(bucket): {name: getattr(stack, name) for name in rest} for bucket, stack in self.trainer.state.items()}
+
+    def _where(self) -> dict[str, Any]:
+        """For programs that read the item ``adapters`` alone: a policy's stack, slot (axis 1) and schema, with the true rank."""
+        schemas = {name: json.loads(self._schema(name).to_json()) for name in self.trainer.policies}
+        slots = self.trainer.slots
+        return {name: {"bucket": str(slots[name].bucket), "slot": slots[name].index, "schema": schemas[name]} for name in schemas}
 
     def _restore(self) -> dict[str, int] | None:
         """Takes up the newest checkpoint; the revisions that each policy had then, None without a checkpoint."""
-        if self._saved.latest() is None:
+        if (number := self._saved.latest()) is None:
             return None
-        number, arrays, extra = self._saved.restore(self._arrays())
+        if self._saved.has(number, ADAPTERS):
+            _, arrays, extra = self._saved.restore(self._arrays(), number)
+            found = self._saved.restore_item(number, ADAPTERS, self._adapters())
+            self.trainer.state = {int(bucket): TrainStack(adapters=found[bucket], **rest) for bucket, rest in arrays.items()}
+        else:  # written before adapters were an item of their own
+            _, arrays, extra = self._saved.restore({str(bucket): stack for bucket, stack in self.trainer.state.items()}, number)
+            self.trainer.state = {int(bucket): stack for bucket, stack in arrays.items()}
         self._steps_at[number] = extra["step"]
-        self.trainer.state = {int(bucket): stack for bucket, stack in arrays.items()}
         self.step, self.notes = extra["step"], extra["notes"]
         for name, books in self.shapes.items():
-            for book, seen in zip(books, extra["shapes"][name]):
+            shapes = extra["shapes"]  # a list where all policies shared their books, in checkpoints of before
+            for book, seen in zip(books, shapes if isinstance(shapes, list) else shapes[name]):
                 book.seen = [tuple(shape) for shape in seen]
         common.say(f"resumed checkpoint {number}: " + ", ".join(f"{n} at step {s}" for n, s in self.step.items()))
         return extra["exported"]
@@ -238,9 +258,9 @@ class TrainingRun:
         self._saved.wait()
         if number and self._saved.latest() != number:
             exported = self._recorder.numbers if self._recorder is not None else {}
-            extra = {"step": self.step, "notes": self.notes, "shapes": self._seen, "exported": exported}
+            extra = {"step": self.step, "notes": self.notes, "shapes": self._seen, "exported": exported, ADAPTERS: self._where()}
             self._steps_at[number] = dict(self.step)
-            self._saved.save(number, self._arrays(), json.loads(json.dumps(extra)))
+            self._saved.save(number, self._arrays(), json.loads(json.dumps(extra)), {ADAPTERS: self._adapters()})
 
     def _committed(self, number: int) -> None:
         """Records a checkpoint that is durable. It is of all policies; its number is the sum of their steps."""

@@ -248,7 +248,7 @@ def _check_pair(a: np.ndarray, b: np.ndarray, module: str, projection: Projectio
         )
     if rank != r:
         raise UserError(
-            f"{module} has rank {r} but {CONFIG} says {rank} (if nothing, PEFT takes {DEFAULT_RANK}): config and weights do not belong together"
+            f"{module} has rank {r} but {CONFIG} says {rank} ({DEFAULT_RANK} where it says nothing): config and weights do not belong together"
         )
     return r
 
