@@ -9,13 +9,16 @@ Work is handed over as a function of a connection, because the database may run 
   therefore do no harm when it is done twice.
 
 SQLite: write-ahead log, so that readers never wait; ``synchronous=FULL``, so that a commit is on the disk; writers take the
-lock at their first statement and queue for it, inside the process on a mutex and between processes on SQLite's own wait.
+lock at their first statement and queue for it, inside the process on a mutex and between processes on SQLite's own wait. A
+file that this user may not write, or whose folder, is opened for reading alone.
 """
 
 import contextlib
+import functools
 import itertools
 import os
 import random
+import sqlite3
 import threading
 import time
 import uuid
@@ -23,6 +26,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import sqlalchemy as sa
 from sqlalchemy import event, exc
@@ -65,6 +69,7 @@ class Database:
     Attributes:
         engine: SQLAlchemy's, for tests and tools.
         sqlite: whether it is SQLite.
+        read_only: whether it is an SQLite file that can only be read here.
     """
 
     def __init__(self, url: str | sa.URL, timeout_s: float = 30.0):
@@ -87,9 +92,10 @@ class Database:
         if self.url.get_backend_name() not in ("sqlite", "postgresql"):
             raise UserError(f"database {self.name} is not supported: give a folder, sqlite:///path or postgresql://host/name")
         self.sqlite = self.url.get_backend_name() == "sqlite"
+        self.read_only = self.sqlite and _may_only_read(Path(str(self.url.database)))
         self._writers = threading.Lock()
         self.engine = self._connect_args()
-        self._witness = Witness(Path(str(self.url.database))) if self.sqlite else None
+        self._witness = Witness(Path(str(self.url.database))) if self.sqlite and not self.read_only else None
         self._reader = self.engine if self.sqlite else self.engine.execution_options(isolation_level="AUTOCOMMIT")
         self._writer = self.engine.execution_options(begin_immediate=True)
         _open.add(self)
@@ -109,6 +115,10 @@ class Database:
             if not self.url.database or self.url.database == ":memory:":
                 raise UserError(f"database {self.name} lives in memory: a catalog must outlive its process; give a path")
             args = {"timeout": self.timeout_s, "check_same_thread": False}
+            if self.read_only:
+                path = Path(str(self.url.database))
+                connect = functools.partial(sqlite3.connect, _reading(path), uri=True, **args)
+                return sa.create_engine("sqlite://", creator=connect, poolclass=sa.QueuePool, pool_size=8, max_overflow=32)
             engine = sa.create_engine(self.url, connect_args=args, pool_size=8, max_overflow=32)
             event.listen(engine, "connect", _prepare_sqlite)
             event.listen(engine, "begin", _begin_sqlite)
@@ -258,6 +268,11 @@ class Database:
                 found = _version(connection)
             if found == tables.HEAD:
                 return
+            if self.read_only:
+                raise UserError(
+                    f"database {self.name} is of version {found}, this code has {tables.HEAD}, and it cannot be written here: open it once "
+                    "as a user who may write it"
+                )
             with self._queue(), self._writer.begin() as connection:
                 if not self.sqlite:
                     connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK_KEY)))
@@ -321,6 +336,30 @@ def _prepare_sqlite(connection, _record) -> None:
     connection.isolation_level = None  # BEGIN is ours to say, see _begin_sqlite
     for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "cache_size=-65536", "temp_store=MEMORY"):
         connection.execute(f"PRAGMA {pragma}").close()
+
+
+def _may_only_read(path: Path) -> bool:
+    return path.is_file() and not (os.access(path, os.W_OK) and os.access(path.parent, os.W_OK))
+
+
+def _reading(path: Path) -> str:
+    """The URI of a database that is only read.
+
+    Its write-ahead log needs an index, a file that cannot be made here; with a writer about, it is there. Without a log
+    nothing is going on, and the file is taken as it is.
+
+    Raises:
+        DatabaseFailed: a log without its index: its commits could not be seen.
+    """
+    log, index = (path.with_name(path.name + end) for end in ("-wal", "-shm"))
+    quoted = quote(str(path))
+    if not log.is_file() or not log.stat().st_size:
+        return f"file:{quoted}?mode=ro&immutable=1"
+    if index.is_file():
+        return f"file:{quoted}?mode=ro"
+    raise DatabaseFailed(
+        f"database {path} has commits in {log.name} that cannot be read without writing beside it: open it once as a user who may write it"
+    )
 
 
 def _begin_sqlite(connection: sa.Connection) -> None:

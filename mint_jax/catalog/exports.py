@@ -35,6 +35,7 @@ class Store(Protocol):
     """What exports need of a payload store."""
 
     def put(self, objects: Iterable[Buffer], digests: Iterable[str] | None = None) -> list[Place]: ...
+    def delete(self, pack: str) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,12 +122,27 @@ def store_and_commit(database: Database, store: Store, objects: dict[bytes, Buff
             stored = store.put([objects[digest] for digest in missing], [digest.hex() for digest in missing])
             places.update(zip(missing, stored))
         try:
-            return database.write(lambda c: commit(c, places))
+            result = database.write(lambda c: commit(c, places))
+            _delete_unused(database, store, {place.pack for place in places.values()})
+            return result
         except Vanished as gone:
             for digest in gone.digests:
                 held.pop(digest, None)
                 places.pop(digest, None)
     raise UserError(f"payloads of {len(objects)} exports were removed {ATTEMPTS} times while they were written: lengthen gc's grace period")
+
+
+def _delete_unused(database: Database, store: Store, names: set[str]) -> None:
+    """Removes those of our packs whose bytes somebody else committed first: no payload was ever in them. Killed before, gc does it."""
+
+    def unused(connection: sa.Connection) -> list[str]:
+        used = sa.exists().where(payloads.c.pack_id == packs.c.id)
+        return list(connection.scalars(sa.select(packs.c.name).where(packs.c.name.in_(names), packs.c.state == "dead", ~used)))
+
+    if names and (lost := database.read(unused)):
+        for name in lost:
+            store.delete(name)
+        database.write(lambda c: c.execute(packs.delete().where(packs.c.name.in_(lost), packs.c.state == "dead")))
 
 
 def known(connection: sa.Connection, digests: list[bytes]) -> dict[bytes, int | None]:
@@ -172,6 +188,8 @@ def add_payloads(
             for digest, place in new.items()
         ]
         insert_new(connection, payloads, rows)
+        unused = sa.and_(packs.c.id.in_(set(ids.values())), ~sa.exists().where(payloads.c.pack_id == packs.c.id))
+        connection.execute(packs.update().where(unused).values(state="dead", changed_at=author.now))
     found = known(connection, list(needed))
     untold = {digest for digest, schema in found.items() if schema is None and needed[digest] is not None}
     for digest in sorted(untold):  # stored as something else before, such as a rollout

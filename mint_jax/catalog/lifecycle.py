@@ -37,6 +37,7 @@ from mint_jax.catalog import (
     operations,
     policies,
     recovery,
+    retention,
     sessions,
     stats,
     sweep,
@@ -412,24 +413,38 @@ class Catalog:
 
         self.database.write(body)
 
-    def keep_last(self, policy: str, keep_last: int | None, *, by: str | None = None, why: str = "") -> None:
-        """Changes how many of the newest revisions ``gc`` keeps."""
+    def keep_last(self, policy: str, keep_last: int | None, *, by: str | None = None, why: str = "") -> list[retention.Kept]:
+        """Changes how many of the newest revisions ``gc`` keeps; returns the older ones that it keeps all the same, with the reasons."""
         key, author = names.parse_policy(policy), self._author(by, why)
-        self.database.write(lambda c: policies.set_keep_last(c, author, policies.lock(c, *key), keep_last))
+
+        def body(connection):
+            policies.set_keep_last(connection, author, policies.lock(connection, *key), keep_last)
+            return retention.kept_beyond(connection, author, policies.find(connection, *key))
+
+        return self.database.write(body)
 
     def lease(self, name: str, owner: str, seconds: float = 60.0, tenant: str | None = None) -> Lease:
         """Keeps the bytes a name stands for now from being removed, until released or expired."""
+        if self.database.read_only:
+            return self.lease_many([self.resolve(name, tenant).digest], owner, seconds)[0]
         named, author = names.parse_revision(name, tenant), self._author(None, "")
         return self.database.write(lambda c: leases.add(c, author, lookup.resolve(c, named, name).digest, owner, seconds))
 
     def lease_many(self, digests: Sequence[str], owner: str, seconds: float = 60.0) -> list[Lease]:
-        """Leases on payloads, in one transaction: all of them or none."""
+        """Leases on payloads, in one transaction: all of them or none.
+
+        A catalog that can only be read notes none: there gc's grace period is what a reader has.
+        """
         author = self._author(None, "")
+        if self.database.read_only:
+            return [Lease(0, digest, owner, author.now + seconds) for digest in digests]
         return self.database.write(lambda c: [leases.add(c, author, digest, owner, seconds) for digest in digests])
 
     def renew_lease(self, lease: Lease, seconds: float = 60.0) -> Lease:
         """Postpones a lease's expiry."""
         author = self._author(None, "")
+        if self.database.read_only:
+            return Lease(0, lease.digest, lease.owner, author.now + seconds)
         return self.database.write(lambda c: leases.renew(c, author, lease, seconds))
 
     def release(self, *held: Lease) -> None:
@@ -439,7 +454,8 @@ class Catalog:
             for lease in held:
                 leases.release(connection, lease)
 
-        self.database.write(body)
+        if not self.database.read_only:
+            self.database.write(body)
 
     def read_leased(self, lease: Lease, verified: bool = True) -> np.ndarray:
         """The packed object that a lease keeps, as ``load`` gives it; also after its revision was retired.

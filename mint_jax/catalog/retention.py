@@ -26,6 +26,42 @@ class Expendable:
     digest: bytes
 
 
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A revision beyond the last K that stays, and why."""
+
+    number: int
+    because: list[str]
+
+
+def kept_beyond(connection: sa.Connection, author: Author, policy: sa.Row) -> list[Kept]:
+    """Live revisions of a policy that are older than its last ``keep_last`` and stay, oldest first."""
+    if policy.keep_last is None:
+        return []
+    live = sa.select(revisions.c.id, revisions.c.number, revisions.c.pinned, revisions.c.digest)
+    live = live.where(revisions.c.policy_id == policy.id, revisions.c.state == "live").order_by(revisions.c.number.desc())
+    rows = connection.execute(live.offset(policy.keep_last)).all()
+    reasons: dict[int, list[str]] = {row.id: ["pinned"] if row.pinned else [] for row in rows}
+    named = sa.select(aliases.c.revision_id, aliases.c.name).where(aliases.c.policy_id == policy.id).order_by(aliases.c.name)
+    for revision, name in connection.execute(named).tuples():
+        if revision in reasons:
+            reasons[revision].append(f"alias {name}")
+    leased = sa.select(leases.c.digest).where(leases.c.expires_at > author.now)
+    held = set(connection.scalars(leased.join(revisions, revisions.c.digest == leases.c.digest).where(revisions.c.policy_id == policy.id)))
+    children = sa.select(policies.c.parent_revision, policies.c.tenant, policies.c.name).join_from(
+        policies, revisions, policies.c.parent_revision == revisions.c.id
+    )
+    children = children.where(revisions.c.policy_id == policy.id).order_by(policies.c.tenant, policies.c.name)
+    for parent, tenant, name in connection.execute(children).tuples():
+        if parent in reasons:
+            reasons[parent].append(f"parent of {full_name(tenant, name)}")
+    for row in rows:
+        reasons[row.id] += ["leased"] if row.digest in held else []
+        if policy.session_owner is not None and policy.session_revision == row.number:
+            reasons[row.id].append("an open session began there")
+    return [Kept(row.number, reasons[row.id]) for row in reversed(rows) if reasons[row.id]]
+
+
 def candidates(connection: sa.Connection) -> list[int]:
     """Policies of which something may go."""
     kept = sa.select(policies.c.id).where(policies.c.keep_last.is_not(None), policies.c.last_number > policies.c.keep_last)

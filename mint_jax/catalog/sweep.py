@@ -35,7 +35,7 @@ class Report:
         payloads: objects that nothing names any more, and their ``payload_bytes``.
         packs: files removed, and their ``pack_bytes``; ``abandoned`` of them were never committed.
         leftovers: other files that killed writers left.
-        waiting: packs whose grace period has begun or goes on.
+        waiting: packs whose grace period has begun or goes on, and their ``waiting_bytes``.
         moved: payloads that compaction copied out of small or mostly dead packs, and their ``moved_bytes``.
     """
 
@@ -48,6 +48,7 @@ class Report:
     abandoned: int = 0
     leftovers: int = 0
     waiting: int = 0
+    waiting_bytes: int = 0
     leases: int = 0
     operations: int = 0
     moved: int = 0
@@ -76,7 +77,7 @@ def collect(
     if not dry_run and (lost := database.read(losses.told)):
         raise UserError(f"database {database.name}: {lost[0]}; nothing was removed, for the payloads of what is lost may still be there")
     if dry_run:
-        _foretell(database, author, report, operations_s, tell)
+        _foretell(database, author, report, operations_s, grace_s, tell)
     else:
         report.leases = database.write(lambda c: leases.remove_expired(c, author))
         report.operations = database.write(lambda c: operations.remove_ended(c, author.now - operations_s))
@@ -125,7 +126,7 @@ def retire_packs(connection: sa.Connection, author: Author) -> int:
     return connection.execute(packs.update().where(empty).values(state="dead", changed_at=author.now)).rowcount
 
 
-def _foretell(database: Database, author: Author, report: Report, operations_s: float, tell: Tell | None) -> None:
+def _foretell(database: Database, author: Author, report: Report, operations_s: float, grace_s: float, tell: Tell | None) -> None:
     """Fills in what the database part of ``collect`` would remove."""
 
     def count(connection: sa.Connection) -> None:
@@ -148,6 +149,30 @@ def _foretell(database: Database, author: Author, report: Report, operations_s: 
     for some in chunks(sorted(unnamed)):
         query = sa.select(sa.func.sum(payloads.c.length)).where(payloads.c.digest.in_(some))
         report.payload_bytes += int(database.read(lambda c, query=query: c.scalar(query)) or 0)
+    sizes = database.read(lambda c: _emptied(c, unnamed))
+    if grace_s > 0:
+        report.waiting, report.waiting_bytes = len(sizes), sum(sizes)
+    else:
+        report.packs, report.pack_bytes = len(sizes), sum(sizes)
+
+
+def _emptied(connection: sa.Connection, gone: set[bytes]) -> list[int]:
+    """Bytes of each live pack that has no payloads, or only such as will be gone."""
+    left = {
+        row.id: (row.bytes, row.held)
+        for row in connection.execute(
+            sa.select(packs.c.id, packs.c.bytes, sa.func.count(payloads.c.digest).label("held"))
+            .join_from(packs, payloads, isouter=True)
+            .where(packs.c.state == "live")
+            .group_by(packs.c.id, packs.c.bytes)
+        )
+    }
+    for some in chunks(sorted(gone)):
+        query = sa.select(payloads.c.pack_id, sa.func.count()).where(payloads.c.digest.in_(some)).group_by(payloads.c.pack_id)
+        for pack, count in connection.execute(query).tuples():
+            if pack in left:
+                left[pack] = (left[pack][0], left[pack][1] - count)
+    return [size for size, count in left.values() if count == 0]
 
 
 def _left_unnamed(connection: sa.Connection, author: Author, digests: Sequence[bytes], removed: dict[bytes, int]) -> set[bytes]:
@@ -162,7 +187,7 @@ def _sweep_dead(database: Database, store: PayloadStore, author: Author, grace_s
     dead = database.read(lambda c: list(c.execute(sa.select(packs).where(packs.c.state == "dead").order_by(packs.c.id))))
     for [pack] in told(tell, "dead packs", dead, 1):
         if pack.changed_at > author.now - grace_s:
-            report.waiting += 1
+            report.waiting, report.waiting_bytes = report.waiting + 1, report.waiting_bytes + pack.bytes
             if pack.changed_at > author.now and not report.dry_run:  # the clock was set back: the period begins now
                 restart = packs.update().where(packs.c.id == pack.id).values(changed_at=author.now)
                 database.write(lambda c, restart=restart: c.execute(restart))

@@ -12,7 +12,17 @@ from mint_jax.jobs.common import Config
 from mint_jax.jobs.grpo import ConcurrentGrpo
 from mint_jax.models.base import Base
 
-BENCHES = ("train_vs_peft", "concurrent_grpo", "handoff", "moe_step", "load_base", "packed_load", "catalog_scale", "switch")
+BENCHES = (
+    "train_vs_peft",
+    "concurrent_grpo",
+    "handoff",
+    "moe_step",
+    "load_base",
+    "packed_load",
+    "catalog_scale",
+    "switch",
+    "revision_stores",
+)
 
 
 def open_base(config: Config | dict[str, Any]) -> Base:

@@ -6,6 +6,7 @@ from typing import Any
 from mint_jax.jobs import adapters, catalogs, common
 from mint_jax.jobs.common import Config
 from mint_jax.lora import peft
+from mint_jax.models import hf
 from mint_jax.models.base import public_name
 from mint_jax.models.outline import peft_tables
 
@@ -18,6 +19,6 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
         loaded = adapters.read_adapter(config.revision, base, catalog)
     names, _ = peft_tables(base.cfg)
     base_name = config.get("base_name", "") or public_name(config.base)
-    peft.write_peft(config.output, loaded.adapter, loaded.config, names, base_name)
+    peft.write_peft(config.output, loaded.adapter, loaded.config, names, base_name, hf.is_moe_type(base.cfg))
     common.say(f"wrote {config.output}: load it with peft.AutoPeftModelForCausalLM.from_pretrained({config.output!r}), on base {base_name}")
     return {"job": "export", "name": config.revision, "revision": loaded.digest, "output": config.output}

@@ -26,6 +26,7 @@ from mint_jax.lora.tree import AdapterConfig, Projection, check_finite
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_MLP = {"gate_proj", "up_proj", "down_proj"}  # what PEFT takes for projections of experts in a model type that knows them
 _UNSUPPORTED = {  # config field -> values that mean "not used"
     "use_dora": (False, None),
     "bias": ("none", None),
@@ -52,10 +53,17 @@ def is_peft(directory: str | Path) -> bool:
     return (Path(directory) / CONFIG).is_file()
 
 
-def write_peft(directory: str | Path, adapter: Any, config: AdapterConfig, names: Names, base_name: str = "") -> None:
+def write_peft(
+    directory: str | Path, adapter: Any, config: AdapterConfig, names: Names, base_name: str = "", moe_type: bool = False
+) -> None:
     """Writes an adapter so that PEFT loads it with the same outputs; the directory appears whole or not at all.
 
     PEFT cannot load one that has only gate or only up of routed experts, and says so.
+
+    Args:
+        names: modules of every projection.
+        base_name: what other programs open the base by.
+        moe_type: whether transformers' class of the base knows routed experts, also where all its layers are dense.
 
     Raises:
         UserError: the directory exists and is not empty.
@@ -80,7 +88,7 @@ def write_peft(directory: str | Path, adapter: Any, config: AdapterConfig, names
         "r": config.rank,
         "lora_alpha": config.alpha,
         "use_rslora": config.rslora,
-        **_targets(flat, config, names),
+        **_targets(flat, config, names, moe_type),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -100,19 +108,19 @@ def write_peft(directory: str | Path, adapter: Any, config: AdapterConfig, names
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _targets(flat: Mapping[str, Any], config: AdapterConfig, names: Names) -> dict[str, Any]:
+def _targets(flat: Mapping[str, Any], config: AdapterConfig, names: Names, moe_type: bool) -> dict[str, Any]:
     """The fields that tell PEFT which modules to adapt.
 
     Last names of modules, as everybody reads them. PEFT turns those of routed experts into parameters that stack gate and
     up at twice the rank, which goes wrong twice: the same names no longer adapt dense layers and shared experts, whose
     factors are then dropped without a word, and under rslora the scale of gate and up grows by sqrt(2). There the
-    parameters are named outright.
+    parameters are named outright. PEFT goes by the type of the model: it does so also where no layer has experts.
     """
     routed = {leaf.rsplit("/", 1)[0]: np.shape(factor)[:2] for leaf, factor in flat.items() if np.ndim(factor) == 4}
     modules = {path: {module.rsplit(".", 1)[-1] for module in names[path]} for path in sorted({leaf.rsplit("/", 1)[0] for leaf in flat})}
-    of_experts = {last for path in routed for last in modules[path]}
+    of_experts = {last for path in routed for last in modules[path]} | (_MLP if moe_type else set())
     beside = [path for path in modules if path not in routed and modules[path] & of_experts]
-    if not routed or not (beside or config.rslora):
+    if not beside and not (routed and config.rslora):
         return {"target_modules": sorted(set().union(*modules.values()))}
     stacks = {path: Projection(stack, 0, 0, ()) for path, stack in routed.items()}
     fused = [f for of_layer in fused_parameters({path: names[path] for path in routed}, stacks).values() for f in of_layer.values()]
@@ -248,7 +256,7 @@ def _check_pair(a: np.ndarray, b: np.ndarray, module: str, projection: Projectio
         )
     if rank != r:
         raise UserError(
-            f"{module} has rank {r} but {CONFIG} says {rank} ({DEFAULT_RANK} where it says nothing): config and weights do not belong together"
+            f"{module} has rank {r} but {CONFIG} says {rank} (if nothing, {DEFAULT_RANK}): config and weights do not belong together"
         )
     return r
 

@@ -117,6 +117,11 @@ def source_of(path: str, spec: ParamSpec, cfg: ModelConfig) -> Source:
     return Source(names, spec.shape[:depth], len(spec.shape) > depth + 1)  # matrices are transposed, vectors are as they are
 
 
+def is_moe_type(cfg: ModelConfig) -> bool:
+    """Whether transformers' class of this base knows routed experts, though all of its layers may be dense."""
+    return _MOE.items() <= LAYER_NAMES[cfg.family].items()
+
+
 def module_names(cfg: ModelConfig, paths: Iterable[str]) -> dict[str, list[str]]:
     """Projection path -> its Hugging Face module names, one per layer, or per layer and expert (PEFT names adapters by them)."""
     specs = dict(params_lib.leaves_with_path(transformer.abstract(cfg)))

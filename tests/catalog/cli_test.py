@@ -174,9 +174,17 @@ def test_gc_says_what_it_removes_and_a_dry_run_removes_nothing(run, told, folder
 
 
 def test_retention_is_set_and_lifted(run, told):
-    assert "the last 1, and what aliases, pins and leases name of chat" in run("keep-last", "chat", "1")[1]
-    assert told("gc", "--dry-run", "--grace=0")["revisions"] == ["chat@1"], "the others have aliases"
-    assert told("keep-last", "chat", "all") == {"policy": "chat", "keep_last": None}
+    told("branch", "chat-2", "chat@1")
+    assert "the last 1, and what aliases, pins, leases and branches name of chat" in run("keep-last", "chat", "1")[1]
+    kept = told("keep-last", "chat", "1")["kept_beyond"]
+    assert kept == [{"number": 1, "because": ["parent of chat-2"]}, {"number": 2, "because": ["alias serving"]}]
+    assert "parent of chat-2" in run("keep-last", "chat", "1")[1]
+    assert told("gc", "--dry-run", "--grace=0")["revisions"] == []
+    told("retire", "chat-2")
+    assert told("keep-last", "chat", "2")["kept_beyond"] == kept[:1]
+    told("branch", "other", "acme/bot@1")
+    assert told("keep-last", "acme/bot", "1")["kept_beyond"] == [], "the newest stays for what it is"
+    assert told("keep-last", "chat", "all") == {"policy": "chat", "keep_last": None, "kept_beyond": []}
     assert told("gc", "--dry-run", "--grace=0")["revisions"] == []
     assert "policy 'nobody' is not in the catalog" in refused(run, "keep-last", "nobody", "3")
 

@@ -221,6 +221,51 @@ def test_a_writer_whose_pack_was_swept_stores_again(place, monkeypatch):
     assert numbers(catalog) == [1]
 
 
+def test_a_pack_that_lost_a_race_goes_at_once_and_a_killed_writers_is_offered(place, clock, monkeypatch):
+    """Two writers store the same bytes before either commits."""
+    catalog, other = place.open(), place.open()
+    real, delete = catalog.store.put, catalog.store.delete
+
+    def put(objects, digests=None):
+        places = real(objects, digests)
+        other.export("p", packed(1), 1, create=True)
+        return places
+
+    monkeypatch.setattr(catalog.store, "put", put)
+    catalog.export("q", packed(1), 1, create=True)
+    assert len(list(catalog.store.packs())) == 1
+
+    def put_again(objects, digests=None):
+        places = real(objects, digests)
+        other.export("p", packed(2), 2)
+        return places
+
+    monkeypatch.setattr(catalog.store, "put", put_again)
+    monkeypatch.setattr(catalog.store, "delete", lambda pack: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        catalog.export("q", packed(2), 2)
+    assert numbers(other, "q") == [1, 2], "it was committed before"
+    monkeypatch.setattr(catalog.store, "delete", delete)
+    foretold = other.gc(dry_run=True, compact=False)
+    assert foretold.waiting == 1
+    assert foretold.waiting_bytes > len(packed(2))
+    clock.now += 4000
+    assert other.gc(compact=False).packs == 1
+    assert len(list(catalog.store.packs())) == 2
+    assert same_bytes(catalog.load("q"), packed(2))
+
+
+def test_a_dry_run_tells_of_packs_that_lose_their_last_payload(catalog):
+    for step in (1, 2):
+        catalog.export("p", packed(step), step, create=True)
+    catalog.keep_last("p", 1)
+    foretold = catalog.gc(dry_run=True, compact=False)
+    done = catalog.gc(compact=False)
+    assert (foretold.waiting, foretold.waiting_bytes) == (done.waiting, done.waiting_bytes)
+    assert done.waiting == 1
+    assert done.waiting_bytes > len(packed(1))
+
+
 def test_bytes_that_go_while_an_export_counts_on_them_are_stored_again(place, monkeypatch):
     catalog, other = place.open(), place.open()
     catalog.create_policy("p", SCHEMA, keep_last=1)

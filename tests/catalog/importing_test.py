@@ -22,6 +22,7 @@ from mint_jax.catalog.packed import Schema, pack, unpack
 from mint_jax.errors import UserError
 from mint_jax.lora.config import AdapterConfig
 from mint_jax.lora.peft import CONFIG, WEIGHTS
+from mint_jax.models.base import public_name
 from mint_jax.models.outline import outline
 from tests.catalog import peft_dirs
 from tests.catalog.adapters import packed
@@ -441,3 +442,87 @@ def test_three_hundred_adapters_killed_in_the_middle_and_run_again(base, many, t
 
 def packs_of(folder: Path) -> int:
     return len(list((folder / "payloads").rglob("*.pack")))
+
+
+TOGETHER = """
+import pathlib, sys, time
+from mint_jax.catalog.cli.parser import main
+from mint_jax.catalog.payloads import PayloadStore
+
+signs, me, *argv = sys.argv[1:]
+put = PayloadStore.put
+
+def wait_for_the_other(self, objects, digests=None):
+    places = put(self, objects, digests)
+    (pathlib.Path(signs) / me).touch()
+    while len(list(pathlib.Path(signs).iterdir())) < 2:
+        time.sleep(0.01)
+    return places
+
+PayloadStore.put = wait_for_the_other
+sys.exit(main(argv))
+"""
+
+
+def test_two_imports_of_one_folder_at_once_leave_no_second_copy(base, many, tmp_path):
+    """Both have stored their bytes before either commits; who comes second has a pack that nothing will ever name."""
+    for i in range(4):
+        write_adapter(many / f"a{i}", base, i)
+    (tmp_path / "signs").mkdir()
+    Catalog.open(tmp_path / "catalog").close()
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [f"--catalog={tmp_path / 'catalog'}", "import", str(many), f"--base={base.name}"]
+    both = [
+        subprocess.Popen([sys.executable, "-c", TOGETHER, str(tmp_path / "signs"), name, *command], env=environment)
+        for name in ("one", "two")
+    ]
+    try:
+        assert [process.wait(120) for process in both] == [0, 0]
+    finally:
+        for process in both:
+            process.kill()
+    assert len(list((tmp_path / "signs").iterdir())) == 2
+    with Catalog.open(tmp_path / "catalog") as catalog:
+        assert {policy.policy: policy.revisions for policy in catalog.policies()} == {f"a{i}": 1 for i in range(4)}
+        assert len(list(catalog.store.packs())) == 1
+        assert catalog.stats()["dead_packs"] == 0
+        assert list(catalog.verify()) == []
+
+
+def test_an_export_has_the_users_rights_and_names_a_base_that_opens(run, base, many, tmp_path, monkeypatch):
+    write_adapter(many / "a", base, 1)
+    assert run("import", many)[0] == 0
+    umask = os.umask(0o027)
+    try:
+        assert run("export", "a", tmp_path / "out" / "one")[0] == 0
+        assert run("export", "a", f"--packed={tmp_path / 'packed'}")[0] == 0
+    finally:
+        os.umask(umask)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in [tmp_path / "out" / "one", *(tmp_path / "out" / "one").iterdir()]}
+    assert modes == {"one": 0o750, CONFIG: 0o640, WEIGHTS: 0o640}
+    assert (tmp_path / "packed").stat().st_mode & 0o777 == 0o640
+    named = lambda name: json.loads((tmp_path / "out" / name / CONFIG).read_text())["base_model_name_or_path"]  # noqa: E731
+    assert Path(named("one")).is_absolute()
+    assert Path(named("one")).samefile(base.name)
+    monkeypatch.chdir(Path(base.name).parent)
+    assert run("export", "a", tmp_path / "out" / "two", base_name=Path(base.name).name)[0] == 0
+    assert named("two") == named("one")
+    assert run("export", "a", tmp_path / "out" / "three", "--base-name=org/model")[0] == 0
+    assert named("three") == "org/model"
+    assert public_name("smollm2-135m-instruct") == "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert public_name("Qwen/Qwen3-0.6B") == "Qwen/Qwen3-0.6B"
+
+
+def test_a_tilde_is_the_home_folder_everywhere(base, many, tmp_path, monkeypatch, capsys):
+    write_adapter(many / "a", base, 1)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path / "many")
+    home = Path(base.name).parent
+    (tmp_path / "base").symlink_to(base.name)
+    assert home != tmp_path
+    assert main(["--catalog=~/c", "--payloads=~/p", "import", "~/many", "--base=~/base"]) == 0
+    assert main(["--catalog=sqlite:///~/c/catalog.db", "--payloads=file://~/p", "export", "a", "~/out", "--base=~/base"]) == 0
+    assert main(["--catalog=~/c", "--payloads=~/p", "export", "a", "--packed=~/packed"]) == 0
+    capsys.readouterr()
+    assert {path.name for path in tmp_path.iterdir()} == {"many", "base", "c", "p", "out", "packed"}
+    assert not (tmp_path / "many" / "~").exists()

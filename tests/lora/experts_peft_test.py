@@ -16,7 +16,7 @@ from mint_jax.errors import UserError
 from mint_jax.lora import tree
 from mint_jax.lora.peft import CONFIG, WEIGHTS, read_peft, write_peft
 from mint_jax.lora.tree import ALL_LINEAR, LINEAR_TARGETS, AdapterConfig, Projection
-from mint_jax.models import transformer
+from mint_jax.models import hf, transformer
 from tests import oracles
 from tests.exchange import (
     assert_same_logits,
@@ -55,6 +55,24 @@ def test_peft_loads_what_we_write_and_reading_it_back_is_exact(config, rng, tiny
     back, read = read_peft(tmp_path / "out", names, shapes)
     assert read == AdapterConfig(config.rank, config.alpha, read.targets, config.rslora)
     assert set(read.targets) == set(config.targets)
+    jax.tree.map(np.testing.assert_array_equal, back, adapter)
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize("family", ["deepseek_v3_dense", "glm_dense"])
+def test_dense_layers_of_a_type_that_knows_experts_are_loaded_too(family, rslora, rng, tiny_base, hf_dirs, tmp_path):
+    """PEFT takes the names of MLPs for those of experts by the type of the model, and drops their factors without a word."""
+    base, directory = tiny_base(family), hf_dirs(family)
+    config = AdapterConfig(3, 5.0, ("o", "gate", "up", "down"), rslora)
+    adapter, (names, shapes) = random_adapter(rng, base, config), tables(base)
+    assert hf.is_moe_type(base.cfg)
+    assert not hf.is_moe_type(tiny_base("llama").cfg)
+    write_peft(tmp_path / "out", adapter, config, names, str(directory), hf.is_moe_type(base.cfg))
+    model, tokens_BT = peft_model(directory, tmp_path / "out"), rng.integers(0, 97, (2, 9))
+    bare = oracles.torch_logits(oracles.torch_model(directory), tokens_BT)
+    assert_same_logits(our_logits(base, adapter, config, tokens_BT), oracles.torch_logits(model, tokens_BT), bare)
+    back, read = read_peft(tmp_path / "out", names, shapes)
+    assert read == AdapterConfig(config.rank, config.alpha, read.targets, config.rslora)
     jax.tree.map(np.testing.assert_array_equal, back, adapter)
 
 

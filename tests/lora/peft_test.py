@@ -1,5 +1,6 @@
 """PEFT directories: what we write loads in PEFT, what PEFT writes loads here, and what cannot be imported is refused by name."""
 
+import json
 import shutil
 import warnings
 
@@ -260,3 +261,17 @@ def test_an_export_that_fails_leaves_nothing(rng, tiny_base, tmp_path):
     with pytest.raises(TypeError):  # a base name that JSON cannot hold
         write_peft(tmp_path / "out", adapter, config, names, base_name=object())
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("left_out", [("lora_alpha",), ("r", "lora_alpha"), ("lora_alpha", "r", "use_rslora", "bias", "fan_in_fan_out")])
+def test_what_a_config_leaves_out_means_what_peft_means_by_it(left_out, rng, tiny_base, hf_dirs, saved):
+    """peft.LoraConfig's defaults: r 8, lora_alpha 8, no rslora."""
+    base, tokens_BT = tiny_base("llama_bias"), rng.integers(0, 97, (2, 9))
+    directory, _ = saved("llama_bias", r=8 if "r" in left_out else 4, lora_alpha=3)
+    config = json.loads((directory / CONFIG).read_text())
+    (directory / CONFIG).write_text(json.dumps({name: value for name, value in config.items() if name not in left_out}))
+    adapter, read = read_peft(directory, *tables(base))
+    assert read.alpha == 8.0
+    bare = oracles.torch_logits(oracles.torch_model(hf_dirs("llama_bias")), tokens_BT)
+    theirs = oracles.torch_logits(peft_model(hf_dirs("llama_bias"), directory), tokens_BT)
+    assert_same_logits(our_logits(base, adapter, read, tokens_BT), theirs, bare)

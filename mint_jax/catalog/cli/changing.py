@@ -80,9 +80,12 @@ def unpin(args: argparse.Namespace, catalog: Catalog) -> Result:
 
 def keep_last(args: argparse.Namespace, catalog: Catalog) -> Result:
     """Sets how many of its newest revisions gc keeps of a policy."""
-    catalog.keep_last(args.policy, args.count, by=args.by, why=args.why)
-    kept = "all revisions" if args.count is None else f"the last {args.count}, and what aliases, pins and leases name"
-    return Result({"policy": args.policy, "keep_last": args.count}, [f"gc keeps {kept} of {args.policy}"])
+    beyond = catalog.keep_last(args.policy, args.count, by=args.by, why=args.why)
+    kept = "all revisions" if args.count is None else f"the last {args.count}, and what aliases, pins, leases and branches name"
+    parts: list = [f"gc keeps {kept} of {args.policy}"]
+    if beyond:
+        parts.append(table("older ones that stay", ("#revision", "because"), ((one.number, ", ".join(one.because)) for one in beyond)))
+    return Result({"policy": args.policy, "keep_last": args.count, "kept_beyond": beyond}, parts)
 
 
 def gc(args: argparse.Namespace, catalog: Catalog) -> Result:
@@ -100,7 +103,7 @@ def gc(args: argparse.Namespace, catalog: Catalog) -> Result:
         ("leases that had expired", report.leases, None),
         ("ended operations", report.operations, None),
         ("payloads moved into larger packs", report.moved, report.moved_bytes),
-        ("packs in their grace period", report.waiting, None),
+        ("packs in their grace period", report.waiting, report.waiting_bytes),
     ]
     rows = [(what, f"{count:,}", None if bytes is None else size(bytes)) for what, count, bytes in counts]
     title = "would be removed" if report.dry_run else "removed"
@@ -142,6 +145,7 @@ def export(args: argparse.Namespace, catalog: Catalog) -> Result:
     if args.base is None:
         raise UserError("a PEFT directory needs the base's names: give --base, or choose --format=orbax or --packed FILE")
     from mint_jax.lora import peft, tree
+    from mint_jax.models import hf
     from mint_jax.models.base import PACKAGED, public_name
     from mint_jax.models.outline import outline
 
@@ -155,7 +159,7 @@ def export(args: argparse.Namespace, catalog: Catalog) -> Result:
     tree.check_fits(adapter, schema.config, base.specs, args.name, finite=False)
     base_name = args.base_name or public_name(args.base)
     try:
-        peft.write_peft(args.directory, adapter, schema.config, base.tables[0], base_name)
+        peft.write_peft(args.directory, adapter, schema.config, base.tables[0], base_name, hf.is_moe_type(base.cfg))
     except OSError as error:
         raise UserError(f"output {args.directory} cannot be written ({error.strerror or error}): choose another place") from None
     shown.append(("base named in it", base_name))

@@ -1,0 +1,106 @@
+"""A catalog that this user may only read is listed, exported and sampled from, and says no to changes."""
+
+import json
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.catalog.packed import Schema, pack
+from tests.catalog import peft_dirs
+
+ROOT = Path(__file__).parents[2]
+NOBODY = 65534
+# As root nothing is read-only: the process becomes somebody else once it has imported what it needs.
+READER = f"""
+import os, runpy, sys
+from pathlib import Path
+import jax
+from mint_jax.catalog.cli.parser import main
+from mint_jax.jobs import sample
+
+folder, base, out, *commands = sys.argv[1:]
+if os.getuid() == 0:
+    os.setgroups([])
+    os.setgid({NOBODY})
+    os.setuid({NOBODY})
+try:
+    open(Path(folder) / "x", "w")
+except OSError:
+    print("may not write", flush=True)
+for command in commands:
+    print("status", main([f"--catalog={{folder}}", *command.split()]), flush=True)
+config = runpy.run_path("configs/sample.py")["get_config"]()
+config.update(base=base, catalog=folder, input=f"{{out}}/in.jsonl", output=f"{{out}}/out.jsonl")
+config.sampling.max_tokens = 3
+print("sampled", sample.run(config, Path(out) / "work")["tokens"], flush=True)
+"""
+
+
+@pytest.fixture
+def open_folder():
+    """A folder that everybody may reach; pytest's own are for their owner alone."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    yield folder
+    for path in [folder, *folder.rglob("*")]:
+        if path.is_dir():
+            path.chmod(0o755)
+    shutil.rmtree(folder)
+
+
+def close_off(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+
+
+@pytest.mark.parametrize("writer", ["gone", "there"])
+def test_a_catalog_of_others_is_listed_and_sampled_from(writer, open_folder):
+    base = peft_dirs.make_base(open_folder / "base")
+    data = pack(peft_dirs.random_factors(base, 1), Schema(base.fingerprint, peft_dirs.CONFIG))
+    catalog = Catalog.open(open_folder / "catalog")
+    catalog.export("chat", data, 1, create=True)
+    if writer == "gone":
+        catalog.close()
+    log = open_folder / "catalog" / "catalog.db-wal"
+    assert log.is_file() == (writer == "there")
+    out = open_folder / "out"
+    out.mkdir()
+    out.chmod(0o777)
+    (out / "in.jsonl").write_text(json.dumps({"tokens": [1, 2, 3], "adapter": "chat@latest"}) + "\n")
+    close_off(open_folder / "catalog")
+    for path in (open_folder / "base").rglob("*"):
+        path.chmod(stat.S_IMODE(path.stat().st_mode) | 0o444)
+    commands = ["ls", "show chat@1", "verify", "promote chat@1", f"export chat --packed={out}/packed"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HOME": str(out), "XDG_CACHE_HOME": str(out / "cache"), "XLA_FLAGS": ""}
+    command = [sys.executable, "-c", READER, str(open_folder / "catalog"), str(open_folder / "base"), str(out), *commands]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=300)
+    catalog.close()
+    lines = done.stdout.splitlines()
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert lines[0] == "may not write"
+    assert [line for line in lines if line.startswith("status")] == ["status 0", "status 0", "status 0", "status 2", "status 0"]
+    assert "readonly database: make the file and its folder writable" in done.stderr
+    assert lines[-1] == "sampled 3"
+    assert (out / "packed").read_bytes() == data
+
+
+def test_commits_in_a_log_that_cannot_be_read_are_no_silence(open_folder):
+    """A copy of the files without the log's index: as it is, the newest commits would be missing."""
+    base = peft_dirs.make_base(open_folder / "base")
+    with Catalog.open(open_folder / "catalog") as catalog:
+        catalog.export("chat", pack(peft_dirs.random_factors(base, 1), Schema(base.fingerprint, peft_dirs.CONFIG)), 1, create=True)
+        shutil.copytree(open_folder / "catalog", open_folder / "copy")
+    (open_folder / "copy" / "catalog.db-shm").unlink()
+    close_off(open_folder / "copy")
+    code = READER[: READER.index("config = ")]
+    command = [sys.executable, "-c", code, str(open_folder / "copy"), "", "", "ls"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}, cwd=ROOT, timeout=300)
+    assert done.stdout.splitlines() == ["may not write", "status 2"], done.stderr[-2000:]
+    assert "has commits in catalog.db-wal that cannot be read" in done.stderr
