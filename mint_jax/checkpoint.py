@@ -8,10 +8,12 @@ Where several processes run, all make the same calls in the same order, on one s
 """
 
 import errno
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import absl.logging
 import jax
 import orbax.checkpoint as ocp
 
@@ -38,6 +40,7 @@ class Checkpoints:
             # Created in the background, they are awaited by a counter of the process, which a revision saved meanwhile moves on.
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )
+        absl.logging.get_absl_logger().addFilter(_told_by_wait)
         self.directory = Path(directory).absolute()
         self._manager = ocp.CheckpointManager(self.directory, options=options)
         self._on_commit = on_commit
@@ -81,12 +84,13 @@ class Checkpoints:
         self._pending = None
 
     def _explain(self, error: Exception) -> UserError:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         full = (
             getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
             or "No space left" in str(error)
             or "RESOURCE_EXHAUSTED" in str(error)
         )
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = "no space left on the disk" if full else first
         remedy = "free disk space or set --workdir to a larger disk" if full else "check that the folder is writable"
         last = self._newest()
         kept = f"step {last} is the last valid checkpoint" if last is not None else "no checkpoint was written yet"
@@ -144,3 +148,8 @@ class Checkpoints:
 
 def _like(arrays: Any) -> Any:
     return ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, arrays))
+
+
+def _told_by_wait(record: logging.LogRecord) -> bool:
+    """Leaves out what Orbax's threads log of their errors, a stack trace for each array: ``wait`` raises them, in one line."""
+    return record.levelno < logging.ERROR or "/orbax/checkpoint/" not in record.pathname

@@ -13,7 +13,7 @@ LIMITS = ("full disk", "file size")
 
 
 def run_limited(limit: str, megabytes: int, module: str, directory: Path) -> str:
-    """Output of ``fill_the_disk(directory)`` of a test module, in a process that has so much room.
+    """Output of ``fill_the_disk(directory)`` of a test module, in a process that has so much room and prints no stack trace.
 
     ``full disk`` mounts a tmpfs, and skips the test where a user may not; ``file size`` works everywhere.
     """
@@ -36,4 +36,5 @@ def run_limited(limit: str, megabytes: int, module: str, directory: Path) -> str
     command = [*shell, str(directory), sys.executable, "-c", code, str(directory)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
+    assert "Traceback" not in done.stderr, done.stderr[:2000]
     return done.stdout
