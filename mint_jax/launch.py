@@ -6,6 +6,7 @@ On several hosts the same command runs on every one: with ``--distributed`` wher
 the three environment variables of ``multihost``.
 """
 
+import errno
 import importlib
 import logging
 import sys
@@ -49,7 +50,13 @@ def main(argv: list[str]) -> None:
     host.use_compilation_cache(cache_dir() / "compiled")
     compiling.announce()
     job = importlib.import_module(JOBS[config.job])
-    finish(job.run(config, workdir), workdir, config)
+    try:
+        finish(job.run(config, workdir), workdir, config)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        place = error.filename or workdir
+        raise UserError(f"{place} cannot be written, the disk is full: free disk space, then start again with the same command") from None
     multihost.barrier("end")
 
 

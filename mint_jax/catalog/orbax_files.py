@@ -6,7 +6,8 @@ Two items: ``adapter``, the factors in the layout of ``lora.tree``, and ``revisi
     restored = orbax.checkpoint.Checkpointer(orbax.checkpoint.CompositeCheckpointHandler()).restore(directory)
     restored.adapter["dense"]["attn"]["q"]["a"], restored.revision["schema"]["alpha"]
 
-In a folder. A bucket is where packs go: Orbax commits by a rename, which S3 does not have (see ``payloads``).
+In a folder. Packs are what buckets get: Orbax 0.12 refuses ``s3://`` paths for arrays ("should be absolute", with s3fs
+installed); ``gs://`` was not tried.
 """
 
 import json
@@ -40,7 +41,7 @@ def write(directory: str | Path, data: Buffer, about: Mapping[str, Any]) -> None
         UserError: the directory is there already, or cannot be written.
     """
     if "://" in str(directory):
-        raise UserError(f"output {str(directory)[:80]!r} is no folder: Orbax commits by a rename, which buckets lack; write it to a folder")
+        raise UserError(f"output {str(directory)[:80]!r} is no folder: Orbax does not write arrays to s3://; write it to a folder")
     directory = Path(directory).absolute()
     if directory.exists():
         raise UserError(f"output {directory} exists: choose a new directory, or remove it")
