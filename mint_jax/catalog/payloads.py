@@ -4,8 +4,9 @@ A pack (see ``pack_format``) is there whole or not at all: in a folder it is wri
 bucket it exists with its last object. What a killed writer leaves is never listed as a pack and is removed by ``sweep``.
 
 Why packs are not Orbax checkpoints, which training checkpoints are, and which ``export --format=orbax`` writes:
-``configs/bench/revision_stores.py`` measures both, and TensorStore's zarr3 and OCDBT, in a folder and on S3. TensorStore's file driver commits in a folder as fast as
-``folder`` does (both 8 ms, two syncs), but wants the whole value in one piece and copies it: 100 MiB more for 100 MiB.
+``configs/bench/revision_stores.py`` measures both, and TensorStore's zarr3 and OCDBT, in a folder and on S3. TensorStore's
+file driver commits in a folder as fast as ``folder`` does (both 8 ms, two syncs), but wants the whole value in one piece and
+copies it: 100 MiB more for 100 MiB.
 """
 
 import os

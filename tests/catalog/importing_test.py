@@ -12,6 +12,7 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import peft
 import pytest
 from safetensors.numpy import load_file, save_file
 
@@ -24,10 +25,11 @@ from mint_jax.lora.config import AdapterConfig
 from mint_jax.lora.peft import CONFIG, WEIGHTS
 from mint_jax.models.base import public_name
 from mint_jax.models.outline import outline
+from tests import oracles
 from tests.catalog import peft_dirs
 from tests.catalog.adapters import packed
 from tests.catalog.peft_dirs import random_factors, write_adapter
-from tests.exchange import edit_config
+from tests.exchange import edit_config, peft_model
 
 ROOT = Path(__file__).parents[2]
 
@@ -526,3 +528,15 @@ def test_a_tilde_is_the_home_folder_everywhere(base, many, tmp_path, monkeypatch
     capsys.readouterr()
     assert {path.name for path in tmp_path.iterdir()} == {"many", "base", "c", "p", "out", "packed"}
     assert not (tmp_path / "many" / "~").exists()
+
+
+def test_auto_peft_opens_an_export_by_what_it_names(run, hf_dirs, many, tmp_path, monkeypatch):
+    directory = hf_dirs("llama")
+    write_adapter(many / "a", outline(str(directory)), 1)
+    monkeypatch.chdir(directory.parent)
+    assert run("import", many, base_name=directory.name)[0] == 0
+    assert run("export", "a", tmp_path / "out", base_name=directory.name)[0] == 0
+    monkeypatch.chdir(tmp_path)
+    model = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
+    theirs = oracles.torch_logits(model.eval(), np.array([[1, 2, 3]]))
+    np.testing.assert_array_equal(theirs, oracles.torch_logits(peft_model(directory, many / "a"), np.array([[1, 2, 3]])))
