@@ -11,7 +11,12 @@ Row = dict[str, Any]
 
 
 def read_rows(path: str | Path) -> list[Row]:
-    """All rows of a ``.jsonl`` or ``.parquet`` file.
+    """All rows of a ``.jsonl`` or ``.parquet`` file; see ``numbered_rows``."""
+    return [row for _, row in numbered_rows(path)]
+
+
+def numbered_rows(path: str | Path) -> list[tuple[str, Row]]:
+    """All rows of a ``.jsonl`` or ``.parquet`` file, each with its place: ``file:line`` as an editor counts, or the row's number.
 
     Raises:
         UserError: no such file, another suffix, a line that is no JSON object, no rows, or parquet without pyarrow.
@@ -30,7 +35,7 @@ def read_rows(path: str | Path) -> list[Row]:
     return rows
 
 
-def _jsonl(path: Path) -> Iterator[Row]:
+def _jsonl(path: Path) -> Iterator[tuple[str, Row]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -43,16 +48,16 @@ def _jsonl(path: Path) -> Iterator[Row]:
                 raise UserError(f"{path}:{number} is not valid JSON ({error.msg}): write one JSON object a line") from None
             if not isinstance(row, dict):
                 raise UserError(f"{path}:{number} is a {type(row).__name__}; expected one JSON object a line")
-            yield row
+            yield f"{path}:{number}", row
 
 
-def _parquet(path: Path) -> list[Row]:
+def _parquet(path: Path) -> list[tuple[str, Row]]:
     try:
         import pyarrow.parquet as parquet
     except ImportError:
         raise UserError(f"reading {path} needs pyarrow: pip install 'mint-jax[data]', or convert it to .jsonl") from None
     try:
-        return parquet.read_table(path).to_pylist()
+        return [(f"{path} row {n}", row) for n, row in enumerate(parquet.read_table(path).to_pylist(), 1)]
     except Exception as error:  # pyarrow raises its own types
         raise UserError(f"{path} is not a readable parquet file ({error})") from None
 
@@ -69,16 +74,17 @@ def write_rows(path: str | Path, rows: Iterable[Row]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with staging.open("w", encoding="utf-8") as file:
             for row in rows:
-                file.write(_line(row) + "\n")
+                file.write(json_line(row))
         staging.replace(path)
     except OSError as error:
         raise UserError(f"output {path} cannot be written ({error}): choose another path or free disk space") from None
 
 
-def _line(row: Row) -> str:
+def json_line(row: Row) -> str:
+    """A row as a line of JSONL, with its end."""
     text = json.dumps(row, ensure_ascii=False)
     try:
         text.encode()
     except UnicodeEncodeError:  # half of a character, which only an escape can write
-        return json.dumps(row)
-    return text
+        text = json.dumps(row)
+    return text + "\n"

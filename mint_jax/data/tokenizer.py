@@ -15,6 +15,7 @@ class Tokenizer:
     Attributes:
         vocab_size: largest id + 1.
         eos_ids: ids that end a completion.
+        special_ids: id of each special token by its text; ``decode`` leaves them out.
     """
 
     def __init__(self, directory: str | Path):
@@ -34,6 +35,7 @@ class Tokenizer:
         self._template: Any = None
         self.vocab_size = max(self._fast.get_vocab(with_added_tokens=True).values()) + 1
         self.eos_ids = self._read_eos(directory)
+        self.special_ids = {token.content: i for i, token in self._fast.get_added_tokens_decoder().items() if token.special}
 
     def _read_template(self, directory: Path) -> str | None:
         file = directory / "chat_template.jinja"

@@ -3,7 +3,8 @@
 A line is ``{"prompt": "text"}``, ``{"messages": [...]}`` or ``{"tokens": [...]}``, with an optional ``id``, ``adapter`` (a PEFT
 directory, or a revision of ``config.catalog``) and any setting of ``config.sampling`` in place of its default. A result is ``{"id",
 "prompt_tokens", "revision", "completions": [{"tokens", "logprobs", "text", "finish"}]}``, in the order of the input; ``revision`` is
-the digest of the adapter that drew the tokens, null for the bare base. More adapters than ``config.slots`` take turns.
+the digest of the adapter that drew the tokens, null for the bare base. More adapters than ``config.slots`` take turns. A run that was
+interrupted is resumed by the same command; see ``output``.
 """
 
 import dataclasses
@@ -11,13 +12,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from mint_jax import multihost
-from mint_jax.data.sources import read_rows, write_rows
+from mint_jax.data.sources import numbered_rows
 from mint_jax.errors import UserError
 from mint_jax.jobs import catalogs, common
 from mint_jax.jobs.common import Config
+from mint_jax.jobs.output import Output
 from mint_jax.jobs.rotation import Rotation, Turn
-from mint_jax.jobs.score import tokens_of
+from mint_jax.jobs.score import check_row, made_from, tokens_of
 from mint_jax.metrics import Progress
 from mint_jax.models.base import Base
 from mint_jax.rollout.engine import Completion, DenseEngine, Request
@@ -35,14 +36,11 @@ SETTINGS = {  # per-line settings and their types
 }
 
 
+KEYS = ("id", "adapter", "prompt", "messages", "tokens", "text", *SETTINGS)
+
+
 def request_of(base: Base, row: dict[str, Any], defaults: dict[str, Any], where: str) -> Request:
     """The request of one line, for the bare base; a completion also ends at the checkpoint's own end tokens."""
-    if "prompt" in row:
-        prompt = common.encode(base, row["prompt"])
-    elif "messages" in row:
-        prompt = common.encode(base, row["messages"])
-    else:
-        prompt = tokens_of(base, row, where)
     settings = {name: value for given in (defaults, row) for name, value in given.items() if name in SETTINGS}
     for name, value in settings.items():
         wanted = SETTINGS[name]
@@ -51,48 +49,79 @@ def request_of(base: Base, row: dict[str, Any], defaults: dict[str, Any], where:
     ends = base.tokenizer.eos_ids if base.tokenizer is not None else ()
     settings["stop_ids"] = (*settings.get("stop_ids", ()), *ends)
     settings["stop"] = tuple([settings["stop"]] if isinstance(settings.get("stop"), str) else settings.get("stop", ()))
-    return Request(prompt=tuple(prompt), **settings)
+    return Request(prompt=tuple(_prompt(base, row, where)), **settings)
+
+
+def _prompt(base: Base, row: dict[str, Any], where: str) -> list[int]:
+    """The token ids of a line's ``prompt``, ``messages``, ``tokens`` or ``text``."""
+    given = [name for name in ("prompt", "messages", "tokens", "text") if name in row]
+    if len(given) > 1:
+        raise UserError(f"{where} has {' and '.join(given)}: give one of them")
+    if "prompt" in row and not isinstance(row["prompt"], str):
+        raise UserError(f"{where}: prompt is {str(row['prompt'])[:80]}; expected a string; a conversation is called messages")
+    if "messages" in row:
+        messages = row["messages"]
+        turns = messages if isinstance(messages, list) else []
+        if not turns or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in turns):
+            wanted = 'expected a list of {"role": ..., "content": ...}; plain text is called prompt'
+            raise UserError(f"{where}: messages is {str(messages)[:80]!r}; {wanted}")
+        return common.encode(base, messages)
+    return common.encode(base, row["prompt"]) if "prompt" in row else tokens_of(base, row, where)
 
 
 def run(config: Config, workdir: Path) -> dict[str, Any]:
     """Samples ``config.input`` into ``config.output``; returns the result it prints."""
     common.save_config(config, workdir)
-    source, output = common.paths(config)
-    rows = read_rows(source)
-    base = common.open_base(config)
-    requests = [request_of(base, row, dict(config.sampling), f"{source} line {n + 1}") for n, row in enumerate(rows)]
-    engine = DenseEngine(base, base.tokenizer.decode if base.tokenizer is not None else None, config.get("max_rows", 64))
-    for request in requests:
-        engine.check(request, {})
-    names = [row.get("adapter") or None for row in rows]
-    progress = Progress("sample", len(rows))
+    source, path = common.paths(config)
+    places, rows = zip(*numbered_rows(source))
+    with Output(path, len(rows), made_from(config, rows)) as output:
+        todo = [n for n in range(len(rows)) if n not in output.rows]
+        base = common.open_base(config)
+        engine = DenseEngine(base, base.tokenizer.decode if base.tokenizer is not None else None, config.get("max_rows", 64))
+        requests = []
+        for row, where in zip(rows, places):
+            check_row(row, KEYS, where)
+            requests.append(request_of(base, row, dict(config.sampling), where))
+            try:
+                engine.check(requests[-1], {})
+            except UserError as error:
+                raise UserError(f"{where}: {error}") from None
+        names = [rows[n].get("adapter") for n in todo]
+        progress = Progress("sample", len(rows), done=len(output.rows))
 
-    def sampled(turn: Turn) -> list[list[Completion]]:
-        placed = [
-            dataclasses.replace(requests[i], adapter=turn.slot(names[i]), revision=rotation.digests.get(names[i] or "")) for i in turn.rows
-        ]
-        return engine.generate(placed, turn.stacks, lambda done, _: progress.update(turn.before + done, "prompts"))
+        def sampled(turn: Turn) -> list[list[Completion]]:
+            mine = [todo[i] for i in turn.rows]
+            digests = [rotation.digests.get(names[i] or "") for i in turn.rows]
+            slots = [turn.slot(names[i]) for i in turn.rows]
 
-    with catalogs.reading(config) as catalog, Rotation(base, names, catalog, config.get("slots", 64)) as rotation:
-        began = time.monotonic()
-        results = rotation.run(sampled)
-        spent = time.monotonic() - began
-    lines = (
-        {
-            "id": row.get("id", n),
-            "prompt_tokens": list(request.prompt),
-            "revision": completions[0].revision,
-            "completions": [{"tokens": c.tokens, "logprobs": c.logprobs, "text": c.text, "finish": c.finish} for c in completions],
-        }
-        for n, (row, request, completions) in enumerate(zip(rows, requests, results))
-    )
-    multihost.agree("output", lambda: write_rows(output, lines))
-    count = sum(len(c.tokens) for completions in results for c in completions)
+            def done(results: dict[int, list[Completion]]) -> None:
+                output.add({mine[i]: _result(rows[mine[i]], mine[i], requests[mine[i]], digests[i], c) for i, c in results.items()})
+                progress.update(len(output.rows), "prompts")
+
+            placed = [dataclasses.replace(requests[n], adapter=s, revision=d) for n, s, d in zip(mine, slots, digests)]
+            return engine.generate(placed, turn.stacks, finished=done)
+
+        with catalogs.reading(config) as catalog, Rotation(base, names, catalog, config.get("slots", 64)) as rotation:
+            output.begin({"base's fingerprint": base.fingerprint} | {f"adapter {n}": d for n, d in rotation.digests.items()})
+            began = time.monotonic()
+            results = rotation.run(sampled)
+            spent = time.monotonic() - began
+        output.finish()
     return {
         "job": "sample",
         "prompts": len(rows),
-        "tokens": count,
-        "adapters": len(rotation.digests),
-        "tokens_per_s": round(count / spent, 1),
-        "output": str(output),
+        "tokens": sum(len(c["tokens"]) for row in output.rows.values() for c in row["completions"]),
+        "adapters": len({row.get("adapter") for row in rows} - {None, ""}),
+        "tokens_per_s": round(sum(len(c.tokens) for completions in results for c in completions) / spent, 1),
+        "resumed": len(rows) - len(todo),
+        "output": str(path),
+    }
+
+
+def _result(row: dict[str, Any], n: int, request: Request, revision: str | None, completions: list[Completion]) -> dict[str, Any]:
+    return {
+        "id": row.get("id", n),
+        "prompt_tokens": list(request.prompt),
+        "revision": revision,
+        "completions": [{"tokens": c.tokens, "logprobs": c.logprobs, "text": c.text, "finish": c.finish} for c in completions],
     }

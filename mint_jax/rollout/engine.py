@@ -35,7 +35,8 @@ class Request:
         temperature, top_k, top_p, min_p: see ``SamplingParams``.
         seed: completion i uses ``seed + i``; the same seed gives the same tokens in any batch.
         stop_ids: token ids that end a completion; the id itself is kept.
-        stop: strings that end a completion: its text ends before the string, its tokens with the one completing it.
+        stop: strings that end a completion: its text ends before the string, its tokens with the one completing it. One that is a
+            special token of the tokenizer, which decoded text leaves out, ends it by that token's id.
         revision: digest of the revision that is in the adapter's slot, for the completions to name (law 7).
     """
 
@@ -140,6 +141,7 @@ class DenseEngine:
         progress: Callable[[int, int], None] | None = None,
         between_steps: Callable[[], Any] | None = None,
         shapes: ShapeBook | None = None,
+        finished: Callable[[dict[int, list[Completion]]], Any] | None = None,
     ) -> list[list[Completion]]:
         """Samples every request; results are in the order of the requests, ``n`` completions each.
 
@@ -149,13 +151,15 @@ class DenseEngine:
                 under way: the place to write other slots of ``stacks``. The rows that run took copies of theirs.
             progress: called with (requests done, requests) after each group.
             shapes: the book of padded sizes to go by, where results must not depend on what else this engine sampled.
+            finished: called after each group with the completions of its requests, by their indices.
 
         Raises:
-            UserError: an empty prompt, one that does not fit the context, token ids outside the vocabulary, or stop
-                strings without a tokenizer. Checked for all requests before the first is run.
+            UserError: an empty prompt, one that does not fit the context, token ids outside the vocabulary, settings out of their
+                range, or stop strings that cannot match. Checked for all requests before the first is run.
         """
         for request in requests:
             self.check(request, stacks or {})
+        requests = [self._stopping_by_id(request) for request in requests]
         out: list[list[Completion]] = [[] for _ in requests]
         done = 0
         for n in sorted({r.n for r in requests}):
@@ -163,9 +167,12 @@ class DenseEngine:
             for group in self._groups(same, requests):
                 if between_steps is not None:
                     between_steps()
-                for i, completions in self._run(group, requests, stacks or {}, between_steps, shapes or self.shapes):
+                results = dict(self._run(group, requests, stacks or {}, between_steps, shapes or self.shapes))
+                for i, completions in results.items():
                     out[i] = completions
                 done += len(group)
+                if finished is not None:
+                    finished(results)
                 if progress is not None:
                     progress(done, len(requests))
         return out
@@ -177,7 +184,8 @@ class DenseEngine:
             raise UserError("a prompt has no tokens: give at least one (a bos token, say)")
         if request.max_tokens < 1 or request.n < 1:
             raise UserError(f"max_tokens is {request.max_tokens} and n is {request.n}; both must be at least 1")
-        if not request.temperature >= 0 or request.top_k < 0 or not 0 < request.top_p <= 1 or not 0 <= request.min_p <= 1:
+        ranges = request.temperature >= 0, 0 <= request.top_k < 2**31, 0 < request.top_p <= 1, 0 <= request.min_p <= 1
+        if not all(ranges):
             raise UserError(
                 f"temperature {request.temperature}, top_k {request.top_k}, top_p {request.top_p}, min_p {request.min_p}: "
                 "expected temperature >= 0, top_k >= 0 (0: all), 0 < top_p <= 1, 0 <= min_p <= 1"
@@ -190,11 +198,41 @@ class DenseEngine:
         if min(request.prompt) < 0 or max(request.prompt) >= vocab:
             wrong = next(token for token in request.prompt if not 0 <= token < vocab)
             raise UserError(f"a prompt has token id {wrong}; this base has ids 0 to {vocab - 1}")
-        if "" in request.stop:
-            raise UserError("a stop string is empty: remove it, it would end every completion at once")
+        if not 0 <= request.seed < 2**32:
+            raise UserError(f"seed is {request.seed}; expected 0 to {2**32 - 1}")
+        if wrong := [i for i in request.stop_ids if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < 2**31]:
+            raise UserError(f"stop_ids has {wrong[0]!r}; expected token ids, 0 to {vocab - 1}")
         check_resident(request.adapter, stacks)
-        if request.stop and self.decode is None:
-            raise UserError(f"stop strings {request.stop!r} need a tokenizer, and {self.base.directory} has none: use stop_ids")
+        self._check_stop(request.stop)
+
+    def _check_stop(self, stop: tuple[str, ...]) -> None:
+        if not isinstance(stop, tuple) or not all(isinstance(text, str) for text in stop):
+            raise UserError(
+                f'stop is {stop!r}; expected strings: quote them, in a file as stop=(" 6",), on a command line as '
+                "--config.sampling.stop=\"(' 6',)\""
+            )
+        if "" in stop:
+            raise UserError("a stop string is empty: remove it, it would end every completion at once")
+        if stop and self.decode is None:
+            raise UserError(f"stop strings {stop!r} need a tokenizer, and {self.base.directory} has none: use stop_ids")
+        for text in stop:
+            if held := [special for special in self._special if special in text and special != text]:
+                raise UserError(
+                    f"stop string {text!r} holds the special token {held[0]!r}, which decoded text leaves out, so it would never match: "
+                    f"stop at {held[0]!r} alone, or at text alone"
+                )
+
+    @property
+    def _special(self) -> dict[str, int]:
+        return {} if self.base.tokenizer is None else self.base.tokenizer.special_ids
+
+    def _stopping_by_id(self, request: Request) -> Request:
+        """The request with special tokens among its stop strings as ids."""
+        ids = [self._special[text] for text in request.stop if text in self._special]
+        if not ids:
+            return request
+        rest = tuple(text for text in request.stop if text not in self._special)
+        return dataclasses.replace(request, stop=rest, stop_ids=(*request.stop_ids, *ids))
 
     def _groups(self, members: list[int], requests: Sequence[Request]) -> list[list[int]]:
         """Requests that run together: at most ``max_rows`` rows, of similar length where there are more than fit."""

@@ -50,42 +50,45 @@ class Scorer:
         sequences: Sequence[Sequence[int]],
         adapters: Sequence[Slot | None] | None = None,
         stacks: Stacks | None = None,
-        progress: Callable[[int, int], None] | None = None,
+        done: Callable[[dict[int, np.ndarray]], Any] | None = None,
     ) -> list[np.ndarray]:
         """Float32 ``[len - 1]`` per sequence, in the order given: entry i belongs to token i + 1.
+
+        Args:
+            done: called after each batch with the results of its sequences, by their indices.
 
         Raises:
             UserError: an empty sequence, one longer than the context, or ids outside the vocabulary; checked first.
         """
         for n, sequence in enumerate(sequences):
-            self.check(n, sequence)
+            self.check(sequence, f"sequence {n}")
         adapters = adapters or [None] * len(sequences)
         for slot in adapters:
             check_resident(slot, stacks or {})
         out: list[np.ndarray] = [np.zeros(0, np.float32)] * len(sequences)
         todo = sorted((i for i, s in enumerate(sequences) if len(s) > 1), key=lambda i: len(sequences[i]), reverse=True)
-        done = len(sequences) - len(todo)
+        if done is not None:
+            done({i: out[i] for i, s in enumerate(sequences) if len(s) == 1})
         while todo:
             longest = len(sequences[todo[0]])
             rows = max(1, self.max_tokens // longest)
             group, todo = todo[:rows], todo[rows:]
             for i, row in zip(group, self._run([sequences[i] for i in group], [adapters[i] for i in group], stacks or {})):
                 out[i] = row[: len(sequences[i]) - 1]
-            done += len(group)
-            if progress is not None:
-                progress(done, len(sequences))
+            if done is not None:
+                done({i: out[i] for i in group})
         return out
 
-    def check(self, n: int, sequence: Sequence[int]) -> None:
-        """Refuses a sequence, the n-th, that cannot be scored; see ``logprobs``."""
+    def check(self, sequence: Sequence[int], where: str) -> None:
+        """Refuses a sequence that cannot be scored; see ``logprobs``."""
         cfg = self.base.cfg
         if not sequence:
-            raise UserError(f"sequence {n} has no tokens: give at least one")
+            raise UserError(f"{where} has no tokens: give at least one")
         if len(sequence) > cfg.context:
-            raise UserError(f"sequence {n} has {len(sequence)} tokens, more than the context of {cfg.context}: split it")
+            raise UserError(f"{where} has {len(sequence)} tokens, more than the context of {cfg.context}: split it")
         if min(sequence) < 0 or max(sequence) >= cfg.vocab_size:
             wrong = next(token for token in sequence if not 0 <= token < cfg.vocab_size)
-            raise UserError(f"sequence {n} has token id {wrong}; this base has ids 0 to {cfg.vocab_size - 1}")
+            raise UserError(f"{where} has token id {wrong}; this base has ids 0 to {cfg.vocab_size - 1}")
 
     def _run(self, sequences: list[Sequence[int]], adapters: list[Slot | None], stacks: Stacks) -> list[np.ndarray]:
         plan = plan_blocks(adapters, self.base.row_multiple)

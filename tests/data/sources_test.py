@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from mint_jax.data.sources import read_rows, write_rows
+from mint_jax.data.sources import numbered_rows, read_rows, write_rows
 from mint_jax.errors import UserError
 
 values = st.recursive(
@@ -37,7 +37,7 @@ def test_what_is_written_is_read_back(tmp_path):
 def test_blank_lines_and_foreign_line_ends_are_skipped(tmp_path, suffix):
     path = tmp_path / f"rows{suffix}"
     path.write_bytes(b'\n{"a": 1}\r\n   \n{"a": "\xe6\x97\xa5\\u2028"}')
-    assert read_rows(str(path)) == [{"a": 1}, {"a": "日\u2028"}]
+    assert numbered_rows(str(path)) == [(f"{path}:2", {"a": 1}), (f"{path}:4", {"a": "日\u2028"})]
 
 
 def test_parquet_rows_equal_the_table(tmp_path):

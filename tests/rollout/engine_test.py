@@ -4,6 +4,7 @@ Prompt lengths are fixed so that few programs are compiled; tokens and adapters 
 """
 
 import dataclasses
+import types
 
 import numpy as np
 import pytest
@@ -207,6 +208,12 @@ def test_no_requests(tiny_base):
         ({"prompt": (3, 97)}, "token id 97; this base has ids 0 to 96"),
         ({"prompt": (3, -2)}, "token id -2; this base has ids 0 to 96"),
         ({"stop": ("x",)}, r"stop strings \('x',\) need a tokenizer"),
+        ({"stop": (6,)}, r"stop is \(6,\); expected strings: quote them"),
+        ({"stop_ids": (2**40,)}, "stop_ids has 1099511627776; expected token ids"),
+        ({"stop_ids": ("6",)}, "stop_ids has '6'; expected token ids"),
+        ({"seed": -1}, "seed is -1; expected 0 to 4294967295"),
+        ({"seed": 2**32}, "seed is 4294967296; expected 0 to"),
+        ({"top_k": 2**40}, "top_k 1099511627776"),
         ({"temperature": -1.0}, "temperature"),
         ({"temperature": float("nan")}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
@@ -246,3 +253,19 @@ def test_a_prompt_and_its_tokens_may_fill_the_context(rng, tiny_base, hf_dirs):
     [[c]] = DenseEngine(tiny_base()).generate([Request(prompt, max_tokens=NEW)])
     wanted = torch_logprobs(oracles.torch_model(hf_dirs("llama"), torch.float64), [*prompt, *c.tokens])[-NEW:]
     np.testing.assert_allclose(c.logprobs, wanted, atol=3e-5)  # as above
+
+
+def test_a_stop_string_that_is_a_special_token_ends_a_completion_by_its_id(rng, tiny_base):
+    """Decoded text leaves special tokens out: the string itself never matches."""
+    [prompt] = prompts(rng, [7])
+    request = Request(prompt, max_tokens=NEW, seed=int(rng.integers(2**31)))
+    [[free]] = DenseEngine(tiny_base()).generate([request])
+    end = free.tokens[5]
+    base = dataclasses.replace(tiny_base(), tokenizer=types.SimpleNamespace(special_ids={"<end>": end}))
+    engine = DenseEngine(base, lambda ids: "".join(f"{i} " for i in ids if i != end))
+    [[found]] = engine.generate([dataclasses.replace(request, stop=("<end>", "no such text"))])
+    assert found.tokens == free.tokens[: free.tokens.index(end) + 1]
+    assert found.finish == "stop"
+    assert "<end>" not in found.text
+    with pytest.raises(UserError, match=r"'<end>!' holds the special token '<end>'.*would never match: stop at '<end>' alone"):
+        engine.generate([dataclasses.replace(request, stop=("<end>!",))])

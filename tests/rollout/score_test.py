@@ -81,9 +81,9 @@ def test_scores_of_mixed_lengths_and_adapters_equal_torch(rng, tiny_base, hf_dir
     chosen = [CHOICES[i] for i in order]
     seen = []
     mine = Scorer(base, max_tokens=140).logprobs(  # 140: batches of 5 and 6 rows
-        sequences, [slots.get(name) for name in chosen], stacks, lambda *p: seen.append(p)
+        sequences, [slots.get(name) for name in chosen], stacks, seen.append
     )
-    assert seen[-1] == (len(LENGTHS), len(LENGTHS))
+    assert sorted(i for batch in seen for i in batch) == list(range(len(LENGTHS)))
     assert len(seen) > 1
     for tokens, name, values in zip(sequences, chosen, mine, strict=True):
         assert values.shape == (len(tokens) - 1,)
@@ -112,6 +112,15 @@ def test_nothing_to_score(tiny_base):
     assert [x.shape for x in Scorer(tiny_base()).logprobs([[3], [96]])] == [(0,), (0,)]
 
 
+def test_results_are_told_as_batches_are_done(tiny_base):
+    told = []
+    found = Scorer(tiny_base(), max_tokens=32).logprobs([[1, 2, 3], [4], [5] * 20, [6, 7]], done=told.append)
+    assert [sorted(batch) for batch in told] == [[1], [2], [0, 3]]
+    for batch in told:
+        for i, values in batch.items():
+            np.testing.assert_array_equal(values, found[i])
+
+
 @pytest.mark.parametrize(
     ("tokens", "message"),
     [
@@ -124,5 +133,5 @@ def test_nothing_to_score(tiny_base):
 def test_bad_sequences_are_refused_before_any_is_scored(tiny_base, tokens, message):
     seen = []
     with pytest.raises(UserError, match=message):
-        Scorer(tiny_base()).logprobs([[1, 2], tokens], progress=lambda *p: seen.append(p))
+        Scorer(tiny_base()).logprobs([[1, 2], tokens], done=seen.append)
     assert not seen

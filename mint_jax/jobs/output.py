@@ -1,0 +1,125 @@
+"""The output of a batch job: each row on disk as it is done, the whole file when all are, and the way on after an interruption.
+
+Rows come in the order in which turns and groups end. They are appended to ``OUTPUT.part``, which begins with what they are made from; a
+job that finds one goes on with the rows that it lacks. ``OUTPUT`` appears whole, in the order of the input, and the part goes.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mint_jax import multihost
+from mint_jax.data.sources import Row, json_line, write_rows
+from mint_jax.errors import UserError
+
+
+class Output:
+    """The rows of one job; a context. Several processes hold the same rows, process 0 writes.
+
+    Args:
+        path: of the output.
+        total: rows wanted.
+        made_from: what decides the rows (input, base, settings), by the names that a user knows.
+
+    Attributes:
+        rows: what is done, by its index in the input.
+
+    Raises:
+        UserError: the folder cannot be written, or a part is there that was made from something else. Leaving the context on
+            Ctrl-C says in one line how many rows are done and how to go on.
+    """
+
+    def __init__(self, path: Path, total: int, made_from: Mapping[str, Any]):
+        self.path, self.part, self.total = path, path.with_name(path.name + ".part"), total
+        self.rows: dict[int, Row] = {}
+        self._made_from: dict[str, Any] = {}
+        self._file: Any = None
+        entries = multihost.agree("rows that are done", self._open)
+        for entry in entries:
+            if "row" in entry:
+                self.rows[entry["row"]] = entry["result"]
+            else:
+                self._made_from |= entry["made_from"]
+        self.begin(made_from)
+
+    def __enter__(self) -> "Output":
+        return self
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # a full disk has been told of
+                self._file.close()
+            if not self.rows:
+                self.part.unlink(missing_ok=True)
+        if kind is KeyboardInterrupt:
+            raise UserError(f"interrupted: {self._done()}") from None
+
+    def begin(self, made_from: Mapping[str, Any]) -> None:
+        """Notes what the rows are made from, as far as it is known by now.
+
+        Raises:
+            UserError: rows are there that were made from something else.
+        """
+        mine = json.loads(json.dumps(made_from, default=str))
+        for key, value in mine.items():
+            if self.rows and (old := self._made_from.get(key, value)) != value:
+                raise UserError(
+                    f"{self.part} holds {len(self.rows)} of {self.total} rows of a run with {key} {old!r}, this one has {value!r}: repeat "
+                    "the former to go on with them, remove that file to begin anew, or choose another output"
+                )
+        if new := {key: value for key, value in mine.items() if key not in self._made_from}:
+            self._made_from |= new
+            multihost.agree("output", lambda: self._append([{"made_from": new}]))
+
+    def add(self, results: Mapping[int, Row]) -> None:
+        """Appends rows that are done; they are on disk when this returns."""
+        multihost.agree("output", lambda: self._append([{"row": n, "result": row} for n, row in results.items()]))
+        self.rows |= results
+
+    def finish(self) -> None:
+        """Writes the whole output, and removes the part."""
+        multihost.agree("output", self._finish)
+
+    def _open(self) -> list[Row]:
+        """The entries of a part that is there."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self.path.is_dir():
+                raise IsADirectoryError("it is a folder")
+            self._file = self.part.open("a+b")
+            self._file.seek(0)
+            whole = self._file.read()
+            lines = whole[: whole.rfind(b"\n") + 1].splitlines()
+            self._file.truncate(whole.rfind(b"\n") + 1)  # the last one may be cut short
+        except OSError as error:
+            raise UserError(f"output {self.path} cannot be written ({error}): choose another path or free disk space") from None
+        try:
+            entries = [json.loads(line) for line in lines]
+            if not all(("row" in e and "result" in e) or "made_from" in e for e in entries):
+                raise ValueError("other entries")
+        except (ValueError, TypeError):
+            raise UserError(f"{self.part} is not what an interrupted job leaves: remove it, or choose another output") from None
+        if not any("row" in entry for entry in entries):
+            self._file.truncate(0)
+            return []
+        return entries
+
+    def _append(self, entries: list[Row]) -> None:
+        try:
+            self._file.write("".join(map(json_line, entries)).encode())
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise UserError(f"output {self.part} cannot be written ({error}): {self._done()}, once there is room") from None
+
+    def _finish(self) -> None:
+        write_rows(self.path, (self.rows[n] for n in range(self.total)))
+        self.part.unlink(missing_ok=True)
+
+    def _done(self) -> str:
+        if not self.rows:
+            return f"none of {self.total} rows is done; the same command begins anew"
+        return f"{len(self.rows)} of {self.total} rows are in {self.part}; the same command goes on with the others"
