@@ -5,6 +5,7 @@ Command: python -m mint_jax.launch --config=configs/evaluate.py --config.catalog
 """
 
 from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
 
 
 def get_config() -> ConfigDict:
@@ -22,7 +23,12 @@ def get_config() -> ConfigDict:
     config.samples = 4
     # label -> policy@alias, policy@12, a digest, or a PEFT directory; "" is the base
     config.adapters = ConfigDict({"base": "", "policy": ""})
-    config.sampling = ConfigDict({"max_tokens": 6, "temperature": 1.0, "stop": ("\n",)})
+    config.sampling = ConfigDict()  # what is set here comes before the settings of a revision's own training
+    config.sampling.max_tokens = placeholder(int)
+    config.sampling.temperature = placeholder(float)
+    config.sampling.top_k = placeholder(int)
+    config.sampling.top_p = placeholder(float)
+    config.sampling.stop = placeholder(tuple)
     config.max_rows = 64
     config.slots = 64  # adapters in one batch, and on the device at once
     return config

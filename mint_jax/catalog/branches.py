@@ -25,6 +25,7 @@ def branch(connection: sa.Connection, author: Author, source: sa.Row, begin: sa.
         "pinned": False,
         "state": "live",
         "created_at": at,
+        "sampling": begin.sampling,
     }
     first = connection.scalar(revisions.insert().returning(revisions.c.id), values)
     connection.execute(aliases.insert(), {"policy_id": made.id, "name": LATEST, "revision_id": first, "version": 1, "updated_at": at})

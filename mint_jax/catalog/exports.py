@@ -7,6 +7,7 @@ already at that very step make no second revision, so an export may be repeated 
 
 import dataclasses
 import functools
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, Protocol
@@ -49,6 +50,7 @@ class Export:
         session: the right to write, where a session is open.
         origin: where it comes from, in words.
         force: take an adapter with NaN or infinite weights too, to look into what went wrong.
+        sampling: how training draws the rollouts, for whoever evaluates the revision.
     """
 
     policy: str
@@ -57,6 +59,7 @@ class Export:
     session: Session | None = None
     origin: str = ""
     force: bool = False
+    sampling: Mapping[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +75,7 @@ class Prepared:
     session: Session | None
     origin: str
     finite: bool
+    sampling: str | None
 
 
 class Vanished(Exception):
@@ -98,7 +102,8 @@ def prepare(tenant: str, name: str, export: Export) -> Prepared:
             f"policy {full_name(tenant, name)!r}: {path} of the exported adapter has NaN or infinite values: the run has diverged, export "
             "an earlier step, or this one with force"
         )
-    return Prepared(tenant, name, digest, data.size, schema, step, export.session, origin, finite)
+    sampling = None if export.sampling is None else json.dumps(dict(export.sampling), sort_keys=True, allow_nan=False)
+    return Prepared(tenant, name, digest, data.size, schema, step, export.session, origin, finite, sampling)
 
 
 def is_finite(data: np.ndarray, schema: str) -> bool:
@@ -241,6 +246,7 @@ def commit(
                 "pinned": False,
                 "state": "live",
                 "created_at": max(author.now, policy.touched_at),
+                "sampling": export.sampling,
             }
     if new:
         insert = revisions.insert().returning(revisions.c.id, sort_by_parameter_order=True)

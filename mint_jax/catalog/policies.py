@@ -1,5 +1,6 @@
 """Policy records and their revisions: made, found, listed, branched, retired, pinned."""
 
+import json
 from typing import Any
 
 import sqlalchemy as sa
@@ -168,6 +169,7 @@ def as_revision(policy: Any, row: Any) -> Revision:
         row.pinned,
         row.state,
         row.created_at,
+        None if row.sampling is None else json.loads(row.sampling),
     )
 
 

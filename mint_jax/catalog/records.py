@@ -45,7 +45,13 @@ class PolicyRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Revision:
-    """An immutable export of a policy's adapter. ``bytes``: length of the packed object; ``state``: ``live`` or ``retired``."""
+    """An immutable export of a policy's adapter.
+
+    Attributes:
+        bytes: length of the packed object.
+        state: ``live`` or ``retired``.
+        sampling: how training drew the rollouts, as ``rollout.engine.Request`` names it; None where it drew none, or nobody said.
+    """
 
     id: int
     policy: str
@@ -57,6 +63,7 @@ class Revision:
     pinned: bool
     state: str
     created_at: float
+    sampling: dict[str, Any] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

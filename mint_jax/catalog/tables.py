@@ -9,7 +9,7 @@ it, so the log still reads after retention has removed a row.
 
 import sqlalchemy as sa
 
-HEAD = "0003"  # the newest migration: databases behind it are upgraded when opened, ones ahead are refused
+HEAD = "0004"  # the newest migration: databases behind it are upgraded when opened, ones ahead are refused
 VERSION_TABLE = "catalog_version"
 
 metadata = sa.MetaData()
@@ -106,6 +106,7 @@ revisions = sa.Table(
     sa.Column("pinned", sa.Boolean, nullable=False),
     sa.Column("state", sa.String, nullable=False),  # live | retired
     sa.Column("created_at", _Time, nullable=False),
+    sa.Column("sampling", sa.Text),  # JSON: how training drew its rollouts; null: it drew none, or nobody said
     sa.UniqueConstraint("policy_id", "number"),
     sa.Index("revisions_digest", "digest", "policy_id"),
 )

@@ -1,19 +1,27 @@
 """Whether a revision that is served among others is the revision itself: the rule by which a score may be recorded.
 
 The same prompts are sampled with the same seeds twice, with the revision loaded alone and in one batch with all others. Exact
-equality cannot be asked for: in a batch of another shape sums are taken in another order, and logits differ a little. Two things
+equality cannot be asked for: in a batch of another shape sums are taken in another order, and logits differ a little. Three things
 are asked for.
 
-Until a row's first other token both samplings read the same text, so their log-probabilities must agree up to rounding,
-``ALLOWED_GAP``. This finds an adapter that is wrong but near, whose tokens would mostly be the same.
+What the shared batch gave must be the revision's own. The sampler tells the log-probability of every token that it drew. The same
+tokens are scored again, teacher forced, with the revision loaded alone, and the two differ by rounding only. How much rounding explains
+is measured with the same adapter, on its own tokens: the sampler's log-probabilities of the rows drawn alone against their scores. These
+are two programs of one model, so their difference is what the base's dtype does, whatever the depth: 1e-6 in float32, a few hundredths in
+bfloat16. The shared batch may differ from the scores by ``WHOLE`` times as much over all tokens, root mean square, and its worst row by
+``WORST`` times as much as the worst row alone. An adapter that is served in another's place differs by what the two make of the same text,
+tenths of a nat and more; one whose change is smaller than the dtype's rounding cannot be told from rounding, here or in use.
 
 Few rows may differ. A token is the argmax of logits plus Gumbel noise, so it differs only where the two best are closer than
-``d``, twice the error of a logit over the temperature; the largest gap seen stands for that error. Whatever the distribution, the
-best leads by less than ``d`` with probability at most ``exp(d) - 1``: ``i`` leads by more with probability ``p_i / (p_i + e^d (1 -
-p_i))``, and 1 minus their sum is ``sum p_i (1 - p_i) (e^d - 1) / (p_i + e^d (1 - p_i)) <= e^d - 1``. After its first other token a
-row goes its own way. So of N rows of at most T tokens ``N T (exp(d) - 1)`` are expected to differ at most; three standard
-deviations of a Poisson count and one row are allowed on top. Greedy rows have no noise; they are held to the same bound with
-temperature 1, for logits of the two best that lie a nat apart or so, as a trained model's do.
+``d``, twice the error of a logit over the temperature; the largest gap between the two samplings before a row's first other token stands
+for that error. Whatever the distribution, the best leads by less than ``d`` with probability at most ``exp(d) - 1``: ``i`` leads by more
+with probability ``p_i / (p_i + e^d (1 - p_i))``, and 1 minus their sum is ``sum p_i (1 - p_i) (e^d - 1) / (p_i + e^d (1 - p_i)) <=
+e^d - 1``. After its first other token a row goes its own way. So of N rows of at most T tokens ``N T (exp(d) - 1)`` are expected to differ
+at most; three standard deviations of a Poisson count and one row are allowed on top. Greedy rows have no noise; they are held to the same
+bound with temperature 1, for logits of the two best that lie a nat apart or so, as a trained model's do.
+
+The scores must agree. A row's two rewards are equally distributed, so their difference is as likely positive as negative, and by
+Hoeffding's bound the sum of all exceeds ``SPREAD`` times the root of the sum of their squares in fewer than 1 in 100,000 comparisons.
 """
 
 import dataclasses
@@ -24,8 +32,28 @@ import numpy as np
 
 from mint_jax.rollout.engine import Completion
 
-# Rounding of a log-probability by the base's dtype: 2**-24 and 2**-9 relative, logits of some tens, tens of layers.
-ALLOWED_GAP = {"float32": 1e-3, "bfloat16": 0.25}
+LEAST = {"float32": 1e-5, "bfloat16": 4e-3}  # rounding of a log-probability where the two programs happen to agree: 2**-17 and 2**-8
+WHOLE, WORST = 2.0, 4.0  # a mean over hundreds of tokens varies little, a largest row is one draw from a tail
+SPREAD = 5.0  # 2 exp(-SPREAD ** 2 / 2) = 7e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampled:
+    """What one adapter drew in one batch.
+
+    Attributes:
+        completions: of its rows.
+        scores: log-probabilities of the same tokens, one array a row, by teacher forcing with the adapter loaded alone.
+        rewards: of its rows.
+    """
+
+    completions: Sequence[Completion]
+    scores: Sequence[np.ndarray]
+    rewards: Sequence[float]
+
+    def errors(self) -> list[np.ndarray]:
+        """Differences between the sampler's log-probabilities and the scores, one array a row."""
+        return [np.subtract(c.logprobs, s) for c, s in zip(self.completions, self.scores, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,16 +63,22 @@ class Agreement:
     Attributes:
         rows: compared.
         differ: those whose tokens are not the same; ``allowed``: how many may differ.
-        gap: largest difference of a log-probability before a row's first other token; ``allowed_gap``: how large it may be.
+        gap: largest difference of a log-probability between the two before a row's first other token.
+        error: of the shared batch's log-probabilities from the scores of the adapter alone, root mean square, nats; ``allowed_error``:
+            how large it may be.
+        worst: the same of the worst row; ``allowed_worst``: how large it may be.
         isolated, shared: mean rewards.
-        tolerance: by how much the means may differ: ``allowed`` rows with the rewards furthest apart.
+        tolerance: by how much the means may differ.
     """
 
     rows: int
     differ: int
     allowed: int
     gap: float
-    allowed_gap: float
+    error: float
+    allowed_error: float
+    worst: float
+    allowed_worst: float
     isolated: float
     shared: float
     tolerance: float
@@ -52,39 +86,52 @@ class Agreement:
     @property
     def holds(self) -> bool:
         """Whether the score may be recorded."""
-        return self.differ <= self.allowed and self.gap <= self.allowed_gap and abs(self.isolated - self.shared) <= self.tolerance
+        served = self.error <= self.allowed_error and self.worst <= self.allowed_worst
+        return math.isfinite(self.worst) and served and self.differ <= self.allowed and abs(self.isolated - self.shared) <= self.tolerance
 
     def __str__(self) -> str:
         return (
             f"score {self.isolated:.4f} loaded alone and {self.shared:.4f} in a shared batch: {self.differ} of {self.rows} rows have "
-            f"other tokens ({self.allowed} may), log-probabilities differ by {self.gap:.2g} ({self.allowed_gap:.2g} may)"
+            f"other tokens ({self.allowed} may), the shared batch's log-probabilities are off by {self.error:.2g} nats "
+            f"({self.allowed_error:.2g} may be rounding), those of its worst row by {self.worst:.2g} ({self.allowed_worst:.2g} may)"
         )
 
 
-def compare(
-    alone: Sequence[Completion],
-    among: Sequence[Completion],
-    rewards: tuple[Sequence[float], Sequence[float]],
-    dtype: str,
-    temperature: float,
-) -> Agreement:
+def compare(alone: Sampled, among: Sampled, dtype: str, temperature: float) -> Agreement:
     """Compares the same rows sampled alone and among others.
 
     Args:
-        rewards: of ``alone`` and of ``among``.
         dtype: the base's.
         temperature: of the sampling; 0 is greedy.
     """
     differ, gap = 0, 0.0
-    for a, b in zip(alone, among, strict=True):
+    for a, b in zip(alone.completions, among.completions, strict=True):
         same = next((i for i, (x, y) in enumerate(zip(a.tokens, b.tokens)) if x != y), min(len(a.tokens), len(b.tokens)))
         differ += a.tokens != b.tokens
         if same:
-            gap = max(gap, float(np.abs(np.subtract(a.logprobs[:same], b.logprobs[:same])).max()))
-    longest = max(len(c.tokens) for rows in (alone, among) for c in rows)
-    expected = len(alone) * longest * math.expm1(min(1.0, 2 * gap / (temperature or 1.0)))
-    allowed = min(len(alone), math.floor(expected + 3 * math.sqrt(expected)) + 1)
-    both = [*rewards[0], *rewards[1]]
-    tolerance = allowed * (max(both) - min(both)) / len(alone) + 1e-9
-    isolated, shared = (float(np.mean(values)) for values in rewards)
-    return Agreement(len(alone), differ, allowed, gap, ALLOWED_GAP[dtype], isolated, shared, tolerance)
+            with np.errstate(invalid="ignore"):  # infinity less infinity
+                gap = max(gap, _largest(np.abs(np.subtract(a.logprobs[:same], b.logprobs[:same]))))
+    rows = len(alone.completions)
+    longest = max(len(c.tokens) for sampled in (alone, among) for c in sampled.completions)
+    d = 2 * gap / (temperature or 1.0)
+    expected = rows * longest * math.expm1(d if d < 1.0 else 1.0)
+    allowed = min(rows, math.floor(expected + 3 * math.sqrt(expected)) + 1)
+    (noise, noisiest), (error, worst) = (_sizes(sampled.errors()) for sampled in (alone, among))
+    difference = np.subtract(alone.rewards, among.rewards)
+    most = allowed * float(max(*alone.rewards, *among.rewards) - min(*alone.rewards, *among.rewards))
+    tolerance = min(most, SPREAD * float(np.sqrt(np.sum(difference**2)))) / rows + 1e-9
+    isolated, shared = float(np.mean(alone.rewards)), float(np.mean(among.rewards))
+    least = LEAST[dtype]
+    bounds = WHOLE * max(noise, least), WORST * max(noisiest, least)
+    return Agreement(rows, differ, allowed, gap, error, bounds[0], worst, bounds[1], isolated, shared, tolerance)
+
+
+def _sizes(errors: Sequence[np.ndarray]) -> tuple[float, float]:
+    """Root mean square over all tokens, and of the row where it is largest; infinite where a number is none."""
+    rows = [float(np.sqrt(np.mean(np.square(row)))) for row in errors]
+    return _largest(np.sqrt(np.mean(np.square(np.concatenate(errors))))), _largest(rows)
+
+
+def _largest(values: object) -> float:
+    found = float(np.max(np.asarray(values)))
+    return found if math.isfinite(found) else math.inf

@@ -1,8 +1,11 @@
 """Rewards of adapters, and of the bare base, on the held-out examples of an environment.
 
 Each adapter is sampled twice: alone, and in one batch with others, as it would be served: with all, or as many as ``config.slots``
-of them. The first is its score; where the second is not the same (see ``agreement``) there is no score. Scores of the catalog's
-revisions are recorded there.
+of them; what both drew is scored once more with the adapter alone. The first is its score; where the second is not the same (see
+``agreement``) there is no score. Scores of the catalog's revisions are recorded there.
+
+A revision is sampled as it was trained, as far as ``config.sampling`` does not say otherwise: by the settings that its record in the
+catalog tells. What has none (the base, a PEFT directory) is sampled as the first revision that has some, or by the defaults of training.
 """
 
 import dataclasses
@@ -24,9 +27,11 @@ from mint_jax.jobs.adapters import Loaded
 from mint_jax.jobs.catalogs import JobCatalog
 from mint_jax.jobs.common import Config
 from mint_jax.jobs.grpo import Sampling, checked_reward
+from mint_jax.lora.tree import Slot, Stacks
 from mint_jax.metrics import Progress
 from mint_jax.models.base import Base
 from mint_jax.rollout.engine import Completion, DenseEngine, Request
+from mint_jax.rollout.score import Scorer
 
 BASE = ""  # the adapter's name where the bare base is meant
 
@@ -42,12 +47,13 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     name = options.pop("name")
     environment = env_lib.make(name, **options)
     examples = environment.held_out[: config.examples]
-    sampling = common.build(Sampling, config.sampling, "sampling")
+    common.build(Sampling, _given(config), "sampling")
     base = common.open_base(config)
     with catalogs.reading(config) as catalog:
         loaded = adapters.read_all(config.adapters.values(), base, catalog)
-        requests = _requests(config, base, sampling, examples)
-        alone, among = _sample(config, base, requests, loaded)
+        samplings = _samplings(config, loaded, catalog)
+        requests = {text: _requests(config, base, sampling, examples) for text, (sampling, _) in samplings.items()}
+        alone, among, scores = _sample(config, base, requests, loaded)
 
         def judge() -> dict[str, tuple[list[float], list[float]]]:
             def rewards(label: str, results: Sequence[list[Completion]]) -> list[float]:
@@ -59,8 +65,11 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
         judged = multihost.agree("rewards", lambda: watch.over(judge))
         verdicts = {}
         for label, text in config.adapters.items():
-            own, served = ([c for group in found[text] for c in group] for found in (alone, among))
-            verdict = agreement.compare(own, served, judged[label], np.dtype(base.dtype).name, sampling.temperature)
+            own, served = (
+                agreement.Sampled([c for group in found[text] for c in group], scored, rewards)
+                for found, scored, rewards in zip((alone, among), scores[text], judged[label], strict=True)
+            )
+            verdict = agreement.compare(own, served, np.dtype(base.dtype).name, samplings[text][0].temperature)
             if not verdict.holds:
                 who = f"{label!r} ({text or 'the base'})"
                 raise UserError(f"{who}: {verdict}; nothing is recorded: find which of the two serves another adapter")
@@ -78,9 +87,12 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
             row = {"name": label, "adapter": text, "revision": loaded[text].digest if text else None}
             row |= {"reward": round(verdict.isolated, 4), "shared": round(verdict.shared, 4), "standard_error": round(error, 4)}
             row |= {"rows": verdict.rows, "rows_differ": verdict.differ, "rows_may_differ": verdict.allowed, "logprob_gap": verdict.gap}
+            row |= {"shared_error": verdict.error, "shared_error_may_be": verdict.allowed_error}
+            row |= {"worst_row_error": verdict.worst, "worst_row_error_may_be": verdict.allowed_worst}
+            row |= {"sampling": samplings[text][0].drawing, "sampling_from": samplings[text][1]}
             rows.append(row)
             if text and catalog is not None and loaded[text].revision is not None:
-                _record(catalog, loaded[text], verdict, row | {"samples": config.samples, "sampling": dict(config.sampling)}, about)
+                _record(catalog, loaded[text], verdict, row | {"samples": config.samples}, about)
     if multihost.is_main():
         columns = ("name", "reward", "shared", "standard_error", "rows_differ")
         report.table(f"{name}, held out", columns, [[r[c] for c in columns] for r in rows])
@@ -92,6 +104,34 @@ def _digest(value: Any) -> str:
     return digest_of(json.dumps(value, sort_keys=True, default=str).encode())
 
 
+def _given(config: Config) -> dict[str, Any]:
+    """The settings of ``config.sampling`` that are set."""
+    return {name: value for name, value in dict(config.get("sampling", {})).items() if value is not None}
+
+
+def _samplings(config: Config, loaded: Mapping[str, Loaded], catalog: JobCatalog | None) -> dict[str, tuple[Sampling, str]]:
+    """How each adapter and the base are sampled, and where that is from."""
+    names = {text: one.revision for text, one in loaded.items() if one.revision is not None}
+
+    def recorded() -> dict[str, dict[str, Any] | None]:
+        assert catalog is not None or not names
+        return {text: catalog.main.revision(named.policy, named.number).sampling for text, named in names.items()}  # type: ignore[union-attr]
+
+    trained = {text: values for text, values in multihost.agree("how revisions were sampled", recorded).items() if values is not None}
+    first, given = next(iter(trained), None), _given(config)
+    out = {}
+    for text in (*loaded, BASE):
+        source = text if text in trained else first
+        if source is None:
+            where = "the defaults of training"
+        else:
+            where = "its training" if source == text else f"the training of {source}"
+        if given:
+            where = f"the config ({', '.join(sorted(given))}), else {where}"
+        out[text] = common.build(Sampling, (trained[source] if source is not None else {}) | given, "sampling"), where
+    return out
+
+
 def _requests(config: Config, base: Base, sampling: Sampling, examples: Sequence[Example]) -> list[Request]:
     """One for every example, for the bare base."""
     n, first, ends = config.samples, int(config.get("seed", 0)), base.need_tokenizer().eos_ids
@@ -100,39 +140,67 @@ def _requests(config: Config, base: Base, sampling: Sampling, examples: Sequence
     return [sampling.request(prompt=p, n=n, seed=first + i * n, stop_ids=ends) for i, p in enumerate(prompts)]
 
 
+Completions = dict[str, list[list[Completion]]]
+Scores = dict[str, tuple[list[np.ndarray], list[np.ndarray]]]
+
+
 def _sample(
-    config: Config, base: Base, requests: Sequence[Request], loaded: Mapping[str, Loaded]
-) -> tuple[dict[str, list[list[Completion]]], dict[str, list[list[Completion]]]]:
-    """Completions of every adapter, and of the base: each alone, and as many as there are slots for in one batch."""
+    config: Config, base: Base, requests: Mapping[str, Sequence[Request]], loaded: Mapping[str, Loaded]
+) -> tuple[Completions, Completions, Scores]:
+    """Completions of every adapter, and of the base: each alone, and as many as there are slots for in one batch; scores of both.
+
+    The scores are log-probabilities of the tokens drawn alone and of those drawn among others, one array a row, both by teacher
+    forcing with the adapter alone.
+    """
     names, room = [text for text in dict.fromkeys(config.adapters.values()) if text], config.get("slots", 64)
     if not isinstance(room, int) or room < 1:
         raise UserError(f"slots is {room!r}; expected how many adapters may be on the device at once, at least 1")
     parties = [[*names[k : k + room], BASE] for k in range(0, max(1, len(names)), room)]  # with the base a lone adapter has company, too
     names.append(BASE)
-    progress = Progress("evaluate", len(names) + len(parties))
+    progress = Progress("evaluate", 2 * len(names) + len(parties))
     engine = DenseEngine(base, base.need_tokenizer().decode, config.get("max_rows", 64))
     alone = {}
     for k, text in enumerate(names):
         alone[text] = sample_together(engine, base, requests, {text: loaded[text]} if text else {}, [text])[text]
         progress.update(k + 1, f"{text or 'base'} alone")
-    among: dict[str, list[list[Completion]]] = {}
+    among: Completions = {}
     for k, party in enumerate(parties):
         among |= sample_together(engine, base, requests, {text: loaded[text] for text in party if text}, party)
         progress.update(len(names) + k + 1, f"{len(party)} in one batch")
-    return alone, among
+    scorer, scores = Scorer(base), {}
+    for k, text in enumerate(names):
+        stacks, slots = adapters.make_resident({text: loaded[text]} if text else {}, base)
+        scores[text] = _scores(scorer, requests[text], (alone[text], among[text]), slots.get(text), stacks)
+        progress.update(len(names) + len(parties) + k + 1, f"{text or 'base'} scored")
+    return alone, among, scores
+
+
+def _scores(
+    scorer: Scorer,
+    requests: Sequence[Request],
+    sampled: tuple[list[list[Completion]], list[list[Completion]]],
+    slot: Slot | None,
+    stacks: Stacks,
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Log-probabilities of the sampled tokens of both batches; a row that both have is scored once."""
+    rows = [[(r.prompt, tuple(c.tokens)) for r, group in zip(requests, groups, strict=True) for c in group] for groups in sampled]
+    apart = list(dict.fromkeys([*rows[0], *rows[1]]))
+    values = scorer.logprobs([(*prompt, *tokens) for prompt, tokens in apart], [slot] * len(apart), stacks)
+    found = {row: row_values[len(row[0]) - 1 :] for row, row_values in zip(apart, values)}
+    return [found[row] for row in rows[0]], [found[row] for row in rows[1]]
 
 
 def sample_together(
-    engine: DenseEngine, base: Base, requests: Sequence[Request], loaded: Mapping[str, Loaded], names: Sequence[str]
-) -> dict[str, list[list[Completion]]]:
-    """Completions of the same requests under each of several adapters, in one batch.
+    engine: DenseEngine, base: Base, requests: Mapping[str, Sequence[Request]], loaded: Mapping[str, Loaded], names: Sequence[str]
+) -> Completions:
+    """Completions of each of several adapters' requests, in one batch.
 
     The requests of one example stand side by side, so that every group of rows that runs together is mixed.
     """
     stacks, slots = adapters.make_resident(loaded, base)
-    asked = [(text, request) for request in requests for text in names]
+    asked = [(text, request) for same in zip(*(requests[text] for text in names), strict=True) for text, request in zip(names, same)]
     mixed = [dataclasses.replace(request, adapter=slots.get(text)) for text, request in asked]
-    out: dict[str, list[list[Completion]]] = {text: [] for text in names}
+    out: Completions = {text: [] for text in names}
     for (text, _), completions in zip(asked, engine.generate(mixed, stacks)):
         out[text].append(completions)
     return out

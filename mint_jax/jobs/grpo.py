@@ -68,10 +68,14 @@ class Sampling:
         advantages.group_advantages(np.zeros((1, self.group_size)), self.baseline)  # refuses now what it would refuse later
         advantages.token_weights([1], self.normalisation)
 
+    @property
+    def drawing(self) -> dict[str, Any]:
+        """What decides how tokens are drawn."""
+        return {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "stop")}
+
     def request(self, **changes: Any) -> Request:
         """A request with these settings."""
-        kept = {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "stop")}
-        return Request(**(kept | changes))
+        return Request(**(self.drawing | changes))
 
 
 @dataclasses.dataclass
@@ -300,7 +304,7 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     base = common.open_base(config)
     job = ConcurrentGrpo(config, base)
     books = {name: job.books(names) for names in units for name in names}
-    with TrainingRun(config, workdir, job.trainer, books) as run:
+    with TrainingRun(config, workdir, job.trainer, books, {n: m.sampling.drawing for n, m in job.members.items()}) as run:
         return _run(config, workdir, job, run, units, began)
 
 

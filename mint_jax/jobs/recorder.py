@@ -10,6 +10,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -62,6 +63,7 @@ class _Export:
     snapshots: Mapping[str, Snapshot]
     step: int
     origin: str
+    sampling: Mapping[str, Mapping[str, Any]]
     final: bool
 
 
@@ -103,9 +105,20 @@ class Recorder:
                 after = page[-1].number
             self._made |= {(policy, old.step, old.digest) for old in self.catalog.rollouts(policy, 1000)}
 
-    def export(self, snapshots: Mapping[str, Snapshot], step: int, origin: str, final: bool = False) -> None:
-        """Makes revisions, later; raises what an earlier piece of work raised."""
-        self._put(_Export(snapshots, step, origin, final))
+    def export(
+        self,
+        snapshots: Mapping[str, Snapshot],
+        step: int,
+        origin: str,
+        sampling: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+        final: bool = False,
+    ) -> None:
+        """Makes revisions, later; raises what an earlier piece of work raised.
+
+        Args:
+            sampling: how their rollouts are drawn, of the policies that have any.
+        """
+        self._put(_Export(snapshots, step, origin, sampling, final))
 
     def rollout(self, policy: str, step: int, make: Callable[[int], tuple[bytes, int, float]], keep: int) -> None:
         """Records a rollout object, later, and forgets those from ``keep`` steps ago and before.
@@ -198,7 +211,9 @@ class Recorder:
     def _export(self, exports: list[_Export]) -> None:
         wanted = [(e, policy, e.step + self._before[policy], s) for e in exports for policy, s in e.snapshots.items()]
         wanted = [w for w in wanted if w[0].final or (*w[1:3], w[3].digest) not in self._made]
-        made = self.catalog.export_many([Export(p, s.data, step, self.sessions[p], e.origin) for e, p, step, s in wanted])
+        made = self.catalog.export_many(
+            [Export(p, s.data, step, self.sessions[p], e.origin, sampling=e.sampling.get(p)) for e, p, step, s in wanted]
+        )
         for (export, policy, _, _), revision in zip(wanted, made):
             self.numbers[policy] = max(self.numbers[policy], revision.number)
             if export.final:

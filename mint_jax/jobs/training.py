@@ -8,6 +8,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,7 @@ class TrainingRun:
         trainer: its state is saved and restored here.
         shapes: the books of padded sizes that each policy goes by: padding decides the order of sums, so an exact resume needs
             them too, as they were when the policy's last update was done. Policies that are always updated together may share.
+        sampling: how a policy's rollouts are drawn, for its revisions to tell.
 
     Attributes:
         step: updates done by each policy.
@@ -55,11 +57,19 @@ class TrainingRun:
             another base or adapter config.
     """
 
-    def __init__(self, config: Config, workdir: Path, trainer: Trainer, shapes: Mapping[str, Sequence[ShapeBook]]):
+    def __init__(
+        self,
+        config: Config,
+        workdir: Path,
+        trainer: Trainer,
+        shapes: Mapping[str, Sequence[ShapeBook]],
+        sampling: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+    ):
         self.config, self.workdir, self.trainer, self.shapes = config, workdir, trainer, shapes
         self.step = dict.fromkeys(trainer.policies, 0)
         self.notes: dict[str, Any] = {}
         self.names = {name: full_name(config.get("tenant", "default"), name) for name in trainer.policies}
+        self._sampling = {self.names[name]: settings for name, settings in sampling.items()}
         self._recorder: Recorder | None = None
         self._snapshots: dict[str, Snapshot] = {}
         self._steps_at: dict[int, dict[str, int]] = {}  # by checkpoint, until it is recorded
@@ -250,7 +260,7 @@ class TrainingRun:
         snapshots = {name: self.snapshot(name) for name in names}
         if self._recorder is not None:
             origin = f"{self.config.job} in {self.workdir}"
-            self._recorder.export({self.names[name]: s for name, s in snapshots.items()}, step, origin, final)
+            self._recorder.export({self.names[name]: s for name, s in snapshots.items()}, step, origin, self._sampling, final)
 
     def save(self) -> None:
         """Starts a checkpoint of all policies, unless this very state is saved already."""

@@ -67,7 +67,7 @@ class Scorer:
             check_resident(slot, stacks or {})
         out: list[np.ndarray] = [np.zeros(0, np.float32)] * len(sequences)
         todo = sorted((i for i, s in enumerate(sequences) if len(s) > 1), key=lambda i: len(sequences[i]), reverse=True)
-        if done is not None:
+        if done is not None and len(todo) < len(sequences):
             done({i: out[i] for i, s in enumerate(sequences) if len(s) == 1})
         while todo:
             longest = len(sequences[todo[0]])

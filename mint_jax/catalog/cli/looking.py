@@ -115,6 +115,7 @@ def _show_revision(catalog: Catalog, revision: Revision, limit: int) -> Result:
                 ("step", revision.step),
                 ("bytes", f"{revision.bytes:,}"),
                 ("origin", revision.origin or None),
+                ("sampling", None if revision.sampling is None else json.dumps(revision.sampling)),
                 ("state", revision.state),
                 ("pinned", revision.pinned),
                 ("aliases", ", ".join(alias.name for alias in aliases) or None),
