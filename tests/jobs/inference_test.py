@@ -1,6 +1,9 @@
 """score, sample, import, export and evaluate: whole jobs on a directory, against torch and PEFT."""
 
+import errno
 import json
+import os
+import types
 
 import numpy as np
 import peft
@@ -169,16 +172,20 @@ def test_adapter_of_another_base_is_refused(hf_dirs, adapters, tmp_path):
         ({"tokens": []}, "no tokens"),
         ({"tokens": [1] * 257}, "context of 256"),
         ({"text": "hello"}, "no tokenizer.json"),
-        ({"prompt": "hello"}, "expected tokens or text"),
+        ({"text": 5}, "in.jsonl:3: text is 5; expected a string"),
+        ({"id": 1}, "in.jsonl:3 has id; expected tokens or text"),
+        ({"prompt": "hello"}, "in.jsonl:3 has 'prompt', which means nothing"),
+        ({"tokens": [1, 2], "adaptor": "x"}, "in.jsonl:3 has 'adaptor', which means nothing; 'adapter'[?]"),
+        ({"tokens": [1, 2], "adapter": 5}, "in.jsonl:3: adapter is 5; expected a PEFT directory"),
         ({"tokens": [1, 2], "adapter": "nowhere"}, "nowhere"),
     ],
 )
 def test_score_refuses(row, says, hf_dirs, tmp_path):
-    write_lines(tmp_path / "in.jsonl", [row])
+    (tmp_path / "in.jsonl").write_text('{"tokens": [1]}\n\n' + json.dumps(row) + "\n")  # line 3, as an editor counts
     fields = {"base": str(hf_dirs("llama")), "input": str(tmp_path / "in.jsonl"), "output": str(tmp_path / "out.jsonl"), "max_tokens": 64}
     with pytest.raises(UserError, match=says):
         score.run(config_of("score", **fields), tmp_path / "work")
-    assert not (tmp_path / "out.jsonl").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in.jsonl", "work"]
 
 
 @pytest.mark.parametrize(
@@ -188,15 +195,128 @@ def test_score_refuses(row, says, hf_dirs, tmp_path):
         ({"temperature": -1}, "temperature >= 0"),
         ({"top_p": 0.0}, "0 < top_p <= 1"),
         ({"n": 0}, "at least 1"),
-        ({"max_tokens": 500}, "context of 256"),
-        ({"stop": "."}, "need a tokenizer"),
+        ({"max_tokens": 500}, "in.jsonl:3: a prompt of 2 tokens and max_tokens 500 exceed the context of 256"),
+        ({"stop": "."}, "in.jsonl:3: stop strings .* need a tokenizer"),
+        ({"stop": [5]}, r"in.jsonl:3: stop is \(5,\); expected strings"),
+        ({"stop_ids": ["a"]}, "in.jsonl:3: stop_ids has 'a'; expected token ids"),
+        ({"adapter": 5}, "in.jsonl:3: adapter is 5; expected a PEFT directory"),
+        ({"seed": -1}, "in.jsonl:3: seed is -1; expected 0 to"),
+        ({"seed": 1.5}, "in.jsonl:3: seed is 1.5; expected int"),
+        ({"temprature": 1}, "in.jsonl:3 has 'temprature', which means nothing; 'temperature'[?]"),
+        ({"prompt": "x"}, "in.jsonl:3 has prompt and tokens: give one of them"),
+        ({"tokens": None, "prompt": 5}, "in.jsonl:3: prompt is 5; expected a string; a conversation is called messages"),
+        ({"tokens": None, "messages": "hi"}, "in.jsonl:3: messages is 'hi'; expected a list of .* plain text is called prompt"),
+        ({"tokens": None, "messages": [{"content": "hi"}]}, "in.jsonl:3: messages is .* expected a list of"),
+        ({"tokens": None}, "in.jsonl:3 has nothing; expected tokens or text"),
     ],
 )
 def test_sample_refuses(row, says, hf_dirs, tmp_path):
-    write_lines(tmp_path / "in.jsonl", [{"tokens": [1, 2]} | row])
+    row = {name: value for name, value in ({"tokens": [1, 2]} | row).items() if value is not None}
+    (tmp_path / "in.jsonl").write_text('{"tokens": [1]}\n\n' + json.dumps(row) + "\n")  # line 3, as an editor counts
     fields = {"base": str(hf_dirs("llama")), "input": str(tmp_path / "in.jsonl"), "output": str(tmp_path / "out.jsonl")}
     with pytest.raises(UserError, match=says):
         sample.run(config_of("sample", **fields, max_rows=8, sampling={"max_tokens": 4}), tmp_path / "work")
+
+
+JOB_OF = {"sample": (sample, {"max_rows": 2, "sampling": {"max_tokens": 3, "seed": 1}}), "score": (score, {"max_tokens": 32})}
+
+
+@pytest.fixture(params=["sample", "score"])
+def job(request, hf_dirs, rng, tmp_path):
+    """``run(**changes)`` of a job over six rows of 16 tokens, two a batch; its input is ``rows``."""
+    module, settings = JOB_OF[request.param]
+    fields = {"base": str(hf_dirs("llama")), "input": str(tmp_path / "in.jsonl"), "output": str(tmp_path / "out" / "all.jsonl")}
+    rows = [{"id": f"r{i}", "tokens": rng.integers(3, 97, 16).tolist()} for i in range(6)]
+    write_lines(tmp_path / "in.jsonl", rows)
+
+    def run(**changes):
+        return module.run(config_of(request.param, **fields | settings | changes), tmp_path / "work")
+
+    return types.SimpleNamespace(run=run, module=module, rows=rows, output=tmp_path / "out" / "all.jsonl", settings=settings)
+
+
+def interrupt(monkeypatch, job, error=KeyboardInterrupt):
+    """The second batch ends in ``error``, after its rows are written."""
+
+    class Interrupted(job.module.Progress):
+        seen = 0
+
+        def update(self, done, detail=""):
+            self.seen += 1
+            if self.seen == 2:
+                raise error
+
+    monkeypatch.setattr(job.module, "Progress", Interrupted)
+
+
+def test_an_interrupted_job_goes_on_where_it_was(job, monkeypatch):
+    assert job.run()["resumed"] == 0
+    whole = job.output.read_bytes()
+    assert [p.name for p in job.output.parent.iterdir()] == ["all.jsonl"]
+    job.output.unlink()
+    with monkeypatch.context() as patch:
+        interrupt(patch, job)
+        with pytest.raises(UserError, match=r"^interrupted: 4 of 6 rows are in .*all\.jsonl\.part; the same command goes on with the"):
+            job.run()
+    part = job.output.parent / "all.jsonl.part"
+    part.write_bytes(part.read_bytes() + b'{"row": 5, "resu')  # as a crash may leave it
+    assert not job.output.exists()
+    assert job.run()["resumed"] == 4
+    assert job.output.read_bytes() == whole
+    assert [p.name for p in job.output.parent.iterdir()] == ["all.jsonl"]
+
+
+def test_a_part_of_other_rows_or_settings_is_refused(job, hf_dirs, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        interrupt(patch, job, RuntimeError)
+        with pytest.raises(RuntimeError):
+            job.run()
+    with pytest.raises(UserError, match=r"all\.jsonl\.part holds 4 of 6 rows of a run with base '.*', this one has '.*remove that file"):
+        job.run(base=str(hf_dirs("llama_bias")))
+    if job.module is sample:
+        with pytest.raises(UserError, match=r"with sampling\.max_tokens 3, this one has 4: repeat the former"):
+            job.run(sampling={"max_tokens": 4, "seed": 1})
+    write_lines(tmp_path / "in.jsonl", [{"tokens": [5]}, *job.rows[1:]])
+    with pytest.raises(UserError, match="with input with digest"):
+        job.run()
+    write_lines(tmp_path / "in.jsonl", job.rows)
+    assert job.run()["resumed"] == 4
+
+
+def test_a_name_that_means_another_revision_by_now_is_refused(hf_dirs, adapters, tmp_path, monkeypatch):
+    base, catalog = str(hf_dirs("llama")), str(tmp_path / "catalog")
+    write_lines(tmp_path / "in.jsonl", [{"tokens": [5, 6], "adapter": "p@latest"}] * 3)
+    fields = {"base": base, "catalog": catalog, "input": str(tmp_path / "in.jsonl"), "output": str(tmp_path / "out"), "max_tokens": 2}
+    for k in range(2):
+        import_.run(config_of("import", base=base, input=adapters[k], policy="p", catalog=catalog), tmp_path / "work")
+        with monkeypatch.context() as patch:
+            interrupt(patch, types.SimpleNamespace(module=score), KeyboardInterrupt)
+            says = "interrupted: 2 of 3" if k == 0 else r"2 of 3 rows of a run with adapter p@latest '[0-9a-f]{64}'"
+            with pytest.raises(UserError, match=says):
+                score.run(config_of("score", **fields), tmp_path / "work")
+
+
+def test_an_output_that_cannot_be_written_is_found_before_any_work(job, tmp_path, monkeypatch):
+    monkeypatch.setattr(job.module.common, "open_base", lambda config: pytest.fail("the base was loaded"))
+    for place, says in ((tmp_path / "in.jsonl" / "out", "Not a directory|File exists"), (tmp_path, "is a folder")):
+        with pytest.raises(UserError, match=rf"output .* cannot be written .*({says}).*choose another path"):
+            job.run(output=str(place))
+
+
+def test_a_full_disk_is_one_line_and_loses_nothing_that_was_written(job, monkeypatch):
+    synced, real = [], os.fsync
+
+    def full(descriptor):
+        synced.append(descriptor)
+        if len(synced) == 4:  # what it is made from, twice; one batch; the next
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(UserError, match=r"cannot be written .*No space left.*: 2 of 6 rows are in .*\.part; the same command goes on"):
+            job.run()
+    assert job.run()["resumed"] >= 2
 
 
 @pytest.mark.parametrize("field", ["input", "output"])

@@ -202,7 +202,7 @@ def test_what_records_tell_is_refused_before_anything_runs(stored, tiny_base, hf
     with pytest.raises(UserError, match="slots is 0; expected"):
         score.run(config_of("score", **fields, slots=0), tmp_path / "work")
     write_lines(tmp_path / "in.jsonl", [{"tokens": [1, 2]}, {"tokens": [1, 2, 97]}])
-    with pytest.raises(UserError, match="sequence 1 has token id 97"):
+    with pytest.raises(UserError, match=r"in\.jsonl:2 has token id 97"):
         score.run(config_of("score", **fields | {"catalog": place.place}), tmp_path / "work")
     assert not (tmp_path / "out").exists()
 

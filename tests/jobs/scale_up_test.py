@@ -50,7 +50,9 @@ def test_a_tiny_model_on_four_chips(config, tmp_path, capsys):
         assert m["flops"] >= m["flops_traced"]
         assert (tmp_path / f"{name}.hlo.txt").read_text().startswith("HloModule")
     assert result["train"]["flops"] < 1.1 * result["train"]["flops_traced"]
-    assert [result[name]["loops_counted_once"] for name in PROGRAMS] == [0, 0, 0, 1]
+    assert [result[name]["loops_counted_once"] for name in PROGRAMS] == [0, 0, 0, 0]
+    assert not any(sent["at_least"] for name in PROGRAMS for sent in result[name]["collectives"].values())
+    assert result["adapter"] == {"rank": 4, "alpha": 8.0, "targets": ["q", "k", "v", "o", "gate", "up", "down"]}
     # Donated state comes back in its own buffers: factors, gradients and two moments, each factor split by fsdp or by tensor.
     state = 4 * 4 * result["adapter_parameters"] * config.train.policies / 2
     for name in ("train", "optim"):
@@ -67,6 +69,7 @@ def test_a_tiny_model_on_four_chips(config, tmp_path, capsys):
     assert (tmp_path / "scale_up.png").stat().st_size > 10_000
     said = capsys.readouterr()
     assert "all-reduce" in said.err
+    assert "rank 4 on q, k, v, o, gate, up, down" in said.err.replace("\n", " ")
     assert said.out == ""
 
 
@@ -80,6 +83,26 @@ def test_what_finds_no_room_says_how_much_it_needs():
     assert (m.arguments, m.fits(-10.0)) == (65536 * 4, False)
     assert m.temporaries >= 65536 * 65536 * 4
     assert m.json(0.05)["free_hbm_fraction"] < -0.5
+    assert m.reason(0.05) == f"sort does not fit: it needs {m.total / chips.GIB:.1f} of 16.0 GiB a device"
+
+
+def test_the_reason_given_is_the_one_found():
+    tight = Measured("train", 100 * chips.GIB, total=97 * chips.GIB)
+    assert not tight.fits(0.05)
+    assert tight.reason(0.05) == "train needs 97.0 of 100.0 GiB a device, which leaves 3.0 % where 5 % are to stay free"
+    refused = Measured("train", 100, total=130, refused="RESOURCE_EXHAUSTED: no room for scoped vmem", told=False)
+    assert refused.reason(0.05) == "train was refused by the compiler: RESOURCE_EXHAUSTED: no room for scoped vmem"
+
+
+def test_a_refusal_without_numbers_invents_none(config, tmp_path, monkeypatch):
+    config.topology, config.chip = "smallest", "v5e"
+
+    def refuse(program, mesh, target):
+        small = len(target.devices) == 4
+        return Measured(program.name, target.hbm, total=2 * target.hbm * small, refused="no vmem" * small, told=False)
+
+    monkeypatch.setattr(scale_up, "measure", refuse)
+    assert scale_up.run(config, tmp_path)["tried"]["v5e:2x2"] == "train was refused by the compiler: no vmem"
 
 
 def test_what_fits_program_by_program_may_not_fit_together():
@@ -88,7 +111,8 @@ def test_what_fits_program_by_program_may_not_fit_together():
     assert all(m.fits(0.2) for m in measured)
     together = colocated(measured, base_bytes=10)
     assert (together.arguments, together.temporaries) == (50 + 45 - 10, 30)
-    assert together.json(0.0) == {"bytes": 115, "free_hbm_fraction": -0.15, "fits": 0}
+    fractions = {"free_hbm_fraction": -0.15, "fits": 0}
+    assert together.json(0.0) == {"bytes": 115, "argument_bytes": 85, "temporary_bytes": 30, **fractions}
 
 
 def test_the_smallest_pod_that_holds_all(config, tmp_path, monkeypatch):
@@ -102,7 +126,7 @@ def test_the_smallest_pod_that_holds_all(config, tmp_path, monkeypatch):
     result = scale_up.run(config, tmp_path)
     assert (result["topology"], result["prefill"]["fits"]) == ("v5e:2x4", 1)
     assert list(result["tried"]) == ["v5e:2x2", "v5e:2x4"]
-    assert result["tried"]["v5e:2x2"] == "prefill does not fit: 30.4 of 16.0 GiB a device"
+    assert result["tried"]["v5e:2x2"] == "prefill does not fit: it needs 30.4 of 16.0 GiB a device"
 
     monkeypatch.setattr(scale_up, "measure", lambda p, _, t: dataclasses.replace(pretend(p, _, t), total=2 * t.hbm))
     with pytest.raises(UserError, match=r"no v5e slice holds tiny: .*v5e:4x4: train.policies x train.rows is 4 rows"):
