@@ -270,7 +270,7 @@ def _working(site: Site, adapters: Adapters) -> tuple[dict[str, Callable[[str], 
     return kinds, refused
 
 
-def _timed(call: Callable[[], None]) -> float:
+def _timed(call: Callable[[], Any]) -> float:
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
@@ -280,7 +280,7 @@ def _cold(site: Site, where: str, store: Store, indices: Sequence[int]) -> float
     """Seconds a load, by a store that was just opened."""
     site.drop_cache(where)
     store.reopen()
-    return _timed(lambda: [store.get(i) for i in indices] and None) / len(indices)
+    return _timed(lambda: [store.get(i) for i in indices]) / len(indices)
 
 
 def _space(site: Site, where: str, payload: int) -> dict[str, Any]:
@@ -315,13 +315,13 @@ def run(config: Any, workdir: Path, **_: Any) -> dict[str, Any]:
     report: dict[str, Any] = {"bench": "revision_stores", "device": timing.device(), "cores": os.cpu_count(), "n": config.n}
     report |= {"revision_bytes": len(data), "arrays": len(list(nested.leaves_with_path(unpack(data)[0]))), "entries": config.entries}
     try:
-        sizes = dict.fromkeys(KINDS, config.others) | {"packs": config.entries}
+        sizes: dict[str, int] = dict.fromkeys(KINDS, int(config.others)) | {"packs": int(config.entries)}
         report["folder"] = _measure(Site(folder), config, sizes, config.loads, adapters, "folder")
         with _bucket() as bucket:
             if isinstance(bucket, str):
                 report["s3"] = {"not measured": bucket}
             else:
-                sizes = dict.fromkeys(KINDS, config.s3.others) | {"packs": config.s3.entries}
+                sizes = dict.fromkeys(KINDS, int(config.s3.others)) | {"packs": int(config.s3.entries)}
                 report["s3"] = _measure(bucket, config, sizes, config.s3.loads, adapters, "S3")
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -16,7 +16,7 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -70,8 +70,8 @@ def read(directory: Path, max_bytes: int) -> bytes:
     told = _revision(directory)
     schema = Schema.from_json(json.dumps(told.get("schema")))
     try:
-        handler = ocp.PyTreeCheckpointHandler()
-        about = handler.metadata(directory / ADAPTER).tree
+        handler, place = ocp.PyTreeCheckpointHandler(), cast(Any, directory / ADAPTER)  # declared with a class of its own for paths
+        about = handler.metadata(place).tree
         leaves = jax.tree.leaves(about)
         needed = sum(math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize for leaf in leaves)
         dtypes = {str(np.dtype(leaf.dtype)) for leaf in leaves}
@@ -83,7 +83,7 @@ def read(directory: Path, max_bytes: int) -> bytes:
         raise UserError(f"its factors are {', '.join(sorted(dtypes)) or 'none'}, its schema says {schema.dtype}")
     try:
         as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), about)
-        adapter = handler.restore(directory / ADAPTER, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
+        adapter = handler.restore(place, args=ocp.args.PyTreeRestore(restore_args=as_numpy))
     except Exception as error:
         raise UserError(f"its factors cannot be read ({_first_line(error)}): the checkpoint is damaged") from None
     data = pack(_nested(adapter), schema)

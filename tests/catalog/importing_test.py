@@ -372,7 +372,7 @@ def test_pickles_and_strange_files_by_name(run, many):
     (many / "x.safetensors").unlink()
     code, _, err = run("import", many)
     assert code == 2
-    assert "neither a PEFT directory nor" in err
+    assert "there is no PEFT directory, no safetensors file" in err
 
 
 @pytest.mark.parametrize("name", ["deadbeef", " blank ", "a\u202eb", "x" * 201, os.fsdecode(b"\xff\xfe")])
@@ -538,5 +538,7 @@ def test_auto_peft_opens_an_export_by_what_it_names(run, hf_dirs, many, tmp_path
     assert run("export", "a", tmp_path / "out", base_name=directory.name)[0] == 0
     monkeypatch.chdir(tmp_path)
     model = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
-    theirs = oracles.torch_logits(model.eval(), np.array([[1, 2, 3]]))
-    np.testing.assert_array_equal(theirs, oracles.torch_logits(peft_model(directory, many / "a"), np.array([[1, 2, 3]])))
+    found = oracles.torch_logits(model.eval(), np.array([[1, 2, 3]]))
+    wanted = oracles.torch_logits(peft_model(directory, many / "a"), np.array([[1, 2, 3]]))
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=5e-6 * np.abs(wanted).max())  # another attention kernel of torch's, float32
+    assert np.abs(wanted - oracles.torch_logits(oracles.torch_model(directory), np.array([[1, 2, 3]]))).max() > 1e-2
