@@ -40,7 +40,8 @@ class Checkpoints:
             # Created in the background, they are awaited by a counter of the process, which a revision saved meanwhile moves on.
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )
-        absl.logging.get_absl_logger().addFilter(_told_by_wait)
+        for logger in (absl.logging.get_absl_logger(), logging.getLogger("asyncio")):
+            logger.addFilter(_told_by_wait)
         self.directory = Path(directory).absolute()
         self._manager = ocp.CheckpointManager(self.directory, options=options)
         self._on_commit = on_commit
@@ -151,5 +152,6 @@ def _like(arrays: Any) -> Any:
 
 
 def _told_by_wait(record: logging.LogRecord) -> bool:
-    """Leaves out what Orbax's threads log of their errors, a stack trace for each array: ``wait`` raises them, in one line."""
-    return record.levelno < logging.ERROR or "/orbax/checkpoint/" not in record.pathname
+    """Leaves out what is logged of errors in Orbax's threads and tasks, a stack trace for each array: ``wait`` raises one of them."""
+    where = record.pathname if record.name != "asyncio" else record.getMessage()  # which names the task that nobody waits for any more
+    return record.levelno < logging.ERROR or "/orbax/checkpoint/" not in where

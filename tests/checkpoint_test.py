@@ -1,5 +1,6 @@
 """Training checkpoints: exact, the last few kept, atomic under kill -9, honest about what is committed and about a full disk."""
 
+import gc
 import json
 import multiprocessing
 import os
@@ -252,12 +253,14 @@ def fill_the_disk(directory: str):
     said, report = [], []
     saved = Checkpoints(directory, keep=2, on_commit=said.append)
     for step, n in ((1, 1000), (2, 2_000_000), (3, 1000)):
+        many = {f"y{i}": jnp.ones(50_000) for i in range(20)} if step == 2 else {}  # each fails in a task of its own
         try:
-            saved.save(step, {"x": jnp.asarray(np.random.default_rng(step).normal(size=n).astype(np.float32))}, {"n": n})
+            saved.save(step, {"x": jnp.asarray(np.random.default_rng(step).normal(size=n).astype(np.float32)), **many}, {"n": n})
             saved.wait()
         except Exception as error:
             report.append([step, type(error).__name__, str(error), saved.latest()])
     saved.close()
+    gc.collect()  # a task that failed unheard is told of when it is freed
     again = Checkpoints(directory)
     step, found, extra = again.restore({"x": jnp.zeros(1000)})
     np.testing.assert_array_equal(found["x"], np.random.default_rng(step).normal(size=1000).astype(np.float32))
