@@ -162,14 +162,18 @@ class Residency:
         """Writes what is staged into its slots and resolves the requests. For the engine's thread, between two steps.
 
         Args:
-            budget_bytes: stop after about so many; what is left, also the rest of a large adapter, waits for the next call.
+            budget_bytes: write no more than so many, but one piece; what is left, also the rest of a large adapter, waits for the
+                next call.
 
         Returns:
             How many revisions became resident.
         """
         committed = spent = 0
-        while (load := self._first_ready()) is not None and (budget_bytes is None or spent < budget_bytes):
+        while (load := self._first_ready()) is not None:
             staged = load.staged
+            piece = staged.nbytes // staged.pieces
+            if budget_bytes is not None and spent and spent + piece > budget_bytes:
+                break
             try:
                 whole = self.slots.write(staged)
             except Exception as error:
@@ -178,7 +182,7 @@ class Residency:
             if whole:
                 self._commit(load)
                 committed += 1
-            spent += staged.nbytes // staged.pieces
+            spent += piece
         return committed
 
     def _lease(self, digest: str) -> Lease | None:

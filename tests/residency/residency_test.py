@@ -195,6 +195,22 @@ def test_pieces_of_a_large_write_fall_into_several_calls(world):
     assert w.holds(future.result(0))
 
 
+def test_a_budget_of_one_piece_writes_one(world, monkeypatch):
+    """Pieces that are a little smaller than the budget are not written two at a time."""
+    w = world(piece_bytes=500)
+    writes, real = [], w.slots.write
+    monkeypatch.setattr(w.slots, "write", lambda staged: writes.append(staged.nbytes // staged.pieces) or real(staged))
+    future = w.residency.acquire(w.new())
+    w.until(lambda: w.residency.state()["loads"]["ready"] == 1)
+    assert not w.residency.commit_ready(500)
+    assert len(writes) == 1
+    assert writes[0] < 500
+    w.residency.commit_ready(2 * writes[0])
+    assert len(writes) == 3
+    w.settle(future)
+    assert w.holds(future.result())
+
+
 WRONG = {
     "corrupt": "is corrupt: the .* bytes that came from storage have digest",
     "not packed": "not a packed adapter",
