@@ -12,10 +12,7 @@ def get_config() -> ConfigDict:
     config.job = "export"
     config.base = "smollm2-135m-instruct"
     config.dtype = "float32"
-    config.quantise = ""  # "int8" or "float8": the matrices of the layers in 8 bits
-    config.mesh = ConfigDict({"data": -1, "fsdp": 1, "expert": 1, "tensor": 1})
     config.catalog = ""  # a catalog's folder or its database's URL, for adapters that are named by revision
-    config.payloads = ""  # where the payloads are, if not in that folder
     config.revision = ""  # policy@alias, policy@12, a digest, or a PEFT directory
     config.output = ""
     return config

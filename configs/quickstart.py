@@ -26,24 +26,13 @@ def get_config(size: str = "default") -> ConfigDict:
     config.job = "grpo"
     config.base = "smollm2-135m-instruct"
     config.dtype = "float32"
-    config.quantise = ""  # "int8" or "float8": the matrices of the layers in 8 bits
-    config.mesh = ConfigDict({"data": -1, "fsdp": 1, "expert": 1, "tensor": 1})
     config.seed = 0
     config.steps = 24
     config.schedule = "batched"
-    config.cohorts = 1
-    config.reward_workers = 4
-    config.remat = "names"
-    config.max_tokens_per_pass = 16384
-    config.max_rows = 256
     config.catalog = ""  # a folder or a database URL; WORKDIR/catalog by default
-    config.payloads = ""  # folder, s3:// or gs:// of the payloads; inside the catalog's folder by default
-    config.tenant = "default"
-    config.keep_rollouts = 8  # rollouts of so many last steps are kept in the catalog; 0 keeps none
     config.export_every = 8
     config.checkpoint = ConfigDict({"every": 8, "keep": 2})
     config.eval = ConfigDict({"examples": 24, "samples": 4})
-    config.tensorboard = True
     config.policies = ConfigDict(
         {
             "adder": _policy("digit_sum", 16, 5e-4, 0.01, 6, ("\n",)),

@@ -11,10 +11,7 @@ def get_config() -> ConfigDict:
     config.job = "score"
     config.base = "smollm2-135m-instruct"
     config.dtype = "float32"
-    config.quantise = ""  # "int8" or "float8": the matrices of the layers in 8 bits
-    config.mesh = ConfigDict({"data": -1, "fsdp": 1, "expert": 1, "tensor": 1})
     config.catalog = ""  # a catalog's folder or its database's URL, for adapters that are named by revision
-    config.payloads = ""  # where the payloads are, if not in that folder
     config.slots = 64  # adapters on the device at once, of each rank bucket; more take turns
     config.input = ""
     config.output = ""

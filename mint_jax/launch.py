@@ -1,48 +1,150 @@
 """``python -m mint_jax.launch --config=configs/<...>.py --workdir=DIR``: runs the job that the config names.
 
-``--config.x=y`` overrides a setting; a misspelt one is an error. The resolved config is saved beside the results.
+``--config.x=y`` overrides a setting, whether the file spells it or not; a misspelt one is an error that names the nearest;
+``--config.policies.*.x=y`` sets it for all policies, and ``--help`` beside ``--config`` lists every setting of the job. The resolved
+config is saved beside the results. Modules beside the config file can be imported.
 
 On several hosts the same command runs on every one: with ``--distributed`` where JAX finds the others by itself, elsewhere with
 the three environment variables of ``multihost``.
 """
 
+import argparse
 import errno
 import importlib
+import importlib.util
+import inspect
 import logging
+import shutil
 import sys
+import textwrap
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import absl.logging
-from absl import app, flags
-from ml_collections import config_flags
+from ml_collections import ConfigDict
 
 from mint_jax import compiling, host, multihost
-from mint_jax.errors import UserError, choice
-from mint_jax.jobs import ALONE, JOBS
-from mint_jax.jobs.common import finish
+from mint_jax.errors import UserError
+from mint_jax.jobs import ALONE, JOBS, settings
+from mint_jax.jobs.common import Config, finish
 from mint_jax.models.base import cache_dir
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "Path of a config file, with an optional ':argument'.", lock_config=True)
-_WORKDIR = flags.DEFINE_string("workdir", None, "Folder for checkpoints, metrics and results; runs/<config name> by default.")
-_DISTRIBUTED = flags.DEFINE_bool("distributed", False, "Join the other hosts of the TPU pod, SLURM or MPI job that this runs in.")
+FLAG = "--config."
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise UserError(f"unexpected argument {argv[1]!r}: settings are given as --config.name=value")
-    config = _CONFIG.value
-    if config is None:
-        raise UserError("no config: give --config=configs/<...>.py")
-    file = Path(config_flags.get_config_filename(flags.FLAGS["config"]).split(":")[0])
-    if not file.is_file():  # the flag itself reports this only when the config is used
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser("mint_jax.launch", description=__doc__, add_help=False, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--config", metavar="FILE[:ARGUMENT]", help="config file, with an optional argument of its get_config")
+    parser.add_argument("--workdir", metavar="DIR", help="for checkpoints, metrics and results; under runs/ by default")
+    parser.add_argument("--distributed", action="store_true", help="join the other hosts of this TPU pod, SLURM or MPI job")
+    parser.add_argument("--help", action="store_true", help="this text and, beside --config, every setting of its job")
+    return parser
+
+
+def split(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """Arguments of the program, and changes ``(path, text)`` of the config: ``--config.x=y``, or ``--config.x y``."""
+    others, changes = [], []
+    queue = list(argv)
+    while queue:
+        given = queue.pop(0)
+        if not given.startswith(FLAG):
+            others.append(given)
+            continue
+        path, equals, text = given.removeprefix(FLAG).partition("=")
+        if not equals and (not queue or queue[0].startswith("--")):
+            raise UserError(f"{given} has no value: give {given}=VALUE")
+        changes.append((path, text if equals else queue.pop(0)))
+    return others, changes
+
+
+def read_config(file: Path, argument: str | None) -> ConfigDict:
+    """The config of a file as it stands there; the file's folder can be imported from.
+
+    Raises:
+        UserError: no such file, no ``get_config`` in it, or an argument that it refuses.
+    """
+    if not file.is_file():
         raise UserError(f"config {file} does not exist: check the path of --config")
-    if config.get("job") not in JOBS:
-        raise choice("job", config.get("job"), JOBS)
-    name = file.stem
-    workdir = Path(_WORKDIR.value or Path("runs") / name)
+    if (folder := str(file.parent.resolve())) not in sys.path:
+        sys.path.append(folder)  # last: a file called sample.py hides nobody's module
+    spec = importlib.util.spec_from_file_location("config", file)
+    if spec is None or spec.loader is None:
+        raise UserError(f"config {file} is no Python file: its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    if not callable(getattr(module, "get_config", None)):
+        raise UserError(f"config {file} has no function get_config: it returns the ConfigDict")
+    if argument is not None and not inspect.signature(module.get_config).parameters:
+        raise UserError(f"config {file} takes no argument: drop ':{argument}'")
+    try:
+        config = module.get_config(*(() if argument is None else (argument,)))
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if not isinstance(config, ConfigDict):
+        raise UserError(f"get_config of {file} returned a {type(config).__name__}; expected an ml_collections.ConfigDict")
+    return config
+
+
+def load(name: str, changes: Sequence[tuple[str, str]] = ()) -> tuple[Config, type | None]:
+    """A config with every setting of its job and the command line's changes, not yet checked; and what declares the settings.
+
+    Args:
+        name: ``FILE`` or ``FILE:ARGUMENT``.
+    """
+    file, _, argument = name.partition(":")
+    config = read_config(Path(file).expanduser(), argument or None)
+    declared = settings.settings_of(dict(changes).get("job", config.get("job")))
+    settings.fill(declared, config)
+    for path, text in changes:
+        settings.change(declared, config, path, text)
+    return config, declared
+
+
+def default_workdir(name: str, job: str) -> Path:
+    """``runs/`` and the config's path below a folder ``configs``; elsewhere the job and the file's name. Arguments are part of it."""
+    file, _, argument = name.partition(":")
+    parts = Path(file).expanduser().resolve().with_suffix("").parts
+    below = parts[len(parts) - parts[::-1].index("configs") :] if "configs" in parts[:-1] else (job, parts[-1])
+    return Path("runs", *below[:-1], "-".join(filter(None, [below[-1], argument])))
+
+
+def usage(config: Config, declared: type | None) -> str:
+    """Every setting with its present value, its type and its line."""
+    width = min(120, shutil.get_terminal_size().columns)
+    out = [f"\nsettings of job {config.job}:"]
+    for path, words, value, line in settings.describe(declared, config):
+        shown = "" if value is None else str(value) if isinstance(value, str) else repr(value)
+        out.append(f"  {FLAG}{path}={shown}")
+        about = f"{words}; {line}" if line else words
+        out += textwrap.wrap(about, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(out)
+
+
+def main(argv: Sequence[str]) -> None:
+    others, changes = split(argv)
+    parser = _parser()
+    args, extra = parser.parse_known_args(others)
+    if extra:
+        raise UserError(f"unexpected argument {extra[0]!r}: settings are given as --config.name=value")
+    if args.help:
+        print(parser.format_help() + (usage(*load(args.config, changes)) if args.config else ""))
+        return
+    if args.config is None:
+        raise UserError("no config: give --config=configs/<...>.py")
+    config, declared = load(args.config, changes)
+    settings.check(declared, config)
+    config.lock()
+    workdir = Path(args.workdir).expanduser() if args.workdir else default_workdir(args.config, config.job)
     host.keep_freed_memory()
-    multihost.join(detect=_DISTRIBUTED.value)
+    multihost.join(detect=args.distributed)
     if multihost.count() > 1:
         host.keep_stdout()
         if config.job in ALONE:
@@ -60,24 +162,12 @@ def main(argv: list[str]) -> None:
     multihost.barrier("end")
 
 
-def _parse(argv: list[str]) -> list[str]:
-    """absl's parser, with the mistakes that it reports by a traceback as a line."""
-    try:
-        return flags.FLAGS(argv)
-    except flags.Error as error:
-        raise UserError(str(error).strip().splitlines()[-1].strip().removeprefix("mint_jax.errors.UserError: ")) from None
-    except OSError as error:  # an override of a config that does not exist
-        raise UserError(" ".join(str(error).split())) from None
-    except (AttributeError, KeyError) as error:
-        raise UserError(f"the config has no setting {str(error).splitlines()[0]}: see the file for their names") from None
-
-
 def cli() -> None:
     """Runs ``main`` and prints a user's mistake as one line instead of a traceback."""
     logging.getLogger("jax").setLevel(logging.WARNING)
     absl.logging.set_verbosity(absl.logging.WARNING)  # Orbax reports every thread it starts
     try:
-        app.run(main, flags_parser=_parse)
+        main(sys.argv[1:])
     except UserError as error:
         which = f" in process {multihost.index()}" if multihost.count() > 1 else ""
         print(f"error{which}: {error}", file=sys.stderr)

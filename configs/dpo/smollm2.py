@@ -13,7 +13,7 @@ def _policy(env: str, rank: int, learning_rate: float, beta: float) -> ConfigDic
         {
             "data": {"env": env},
             "batch_size": 8,
-            "beta": beta,
+            "loss": {"dpo_beta": beta},
             "adapter": {"rank": rank, "alpha": 2.0 * rank},
             "optimizer": {"learning_rate": learning_rate, "warmup_steps": 2},
         }
@@ -25,17 +25,10 @@ def get_config() -> ConfigDict:
     config.job = "dpo"
     config.base = "smollm2-135m-instruct"
     config.dtype = "float32"
-    config.quantise = ""  # "int8" or "float8": the matrices of the layers in 8 bits
-    config.mesh = ConfigDict({"data": -1, "fsdp": 1, "expert": 1, "tensor": 1})
     config.seed = 0
     config.steps = 20
-    config.remat = "names"
-    config.max_tokens_per_pass = 16384
     config.catalog = ""  # a folder or a database URL; WORKDIR/catalog by default
-    config.payloads = ""  # folder, s3:// or gs:// of the payloads; inside the catalog's folder by default
-    config.tenant = "default"
     config.export_every = 20
     config.checkpoint = ConfigDict({"every": 10, "keep": 2})
-    config.tensorboard = True
     config.policies = ConfigDict({"adder": _policy("digit_sum", 8, 2e-4, 0.1), "larger": _policy("larger_of_two", 16, 2e-4, 0.3)})
     return config

@@ -23,24 +23,17 @@ def get_config() -> ConfigDict:
     config.job = "grpo"
     config.base = "tiny-random"
     config.dtype = "float32"
-    config.quantise = ""  # "int8" or "float8": the matrices of the layers in 8 bits
     config.mesh = ConfigDict({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1})
     config.seed = 0
     config.steps = 4
     config.schedule = "batched"
-    config.cohorts = 1
     config.reward_workers = 2
-    config.remat = "names"
     config.max_tokens_per_pass = 4096
     config.max_rows = 64
     config.catalog = ""  # a folder or a database URL; WORKDIR/catalog by default
-    config.payloads = ""  # folder, s3:// or gs:// of the payloads; inside the catalog's folder by default
-    config.tenant = "default"
-    config.keep_rollouts = 8  # rollouts of so many last steps are kept in the catalog; 0 keeps none
     config.export_every = 2
     config.checkpoint = ConfigDict({"every": 2, "keep": 2})
     config.eval = ConfigDict({"examples": 2, "samples": 2})
-    config.tensorboard = True
     config.policies = ConfigDict(
         {
             "ppo": _policy("digit_sum", 1, {"kind": "ppo", "kl_kind": "k3", "kl": 0.01}),

@@ -2,7 +2,7 @@
 
 Command: python -m mint_jax.launch --config=configs/tiny/grpo_moe.py --workdir=runs/tiny/grpo_moe
 The experts that the sampler visited are replayed in training. To see what that is for: --config.router_noise=0.3 gives the
-trainer a router that differs from the sampler's, and with --config.replay=False it has nothing to hold on to.
+trainer a router that differs from the sampler's, and with '--config.policies.*.sampling.replay=False' it has nothing to hold on to.
 About two minutes on two CPU cores.
 """
 
@@ -14,26 +14,18 @@ def get_config() -> ConfigDict:
     config.job = "grpo"
     config.base = "runs/tiny/pretrain_moe/base"
     config.dtype = "float32"
-    config.quantise = ""
     config.mesh = ConfigDict({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1})
     config.seed = 0
     config.steps = 30
     config.schedule = "batched"
-    config.cohorts = 1
     config.reward_workers = 2
-    config.remat = "names"
     config.max_tokens_per_pass = 65536
     config.max_rows = 512
     config.catalog = ""  # a folder or a database URL; WORKDIR/catalog by default
-    config.payloads = ""  # folder, s3:// or gs:// of the payloads; inside the catalog's folder by default
-    config.tenant = "default"
-    config.keep_rollouts = 8  # rollouts of so many last steps are kept in the catalog; 0 keeps none
     config.export_every = 10
     config.checkpoint = ConfigDict({"every": 10, "keep": 2})
     config.eval = ConfigDict({"examples": 30, "samples": 4})
     config.tensorboard = False
-    config.router_noise = 0.0  # spread of the noise on the trainer's router, for studies of replay
-    config.replay = True
     config.policies = ConfigDict()
     for name, targets, rank in (("experts", ("gate", "up", "down"), 4), ("everything", ("all-linear",), 8)):
         config.policies[name] = ConfigDict(
@@ -42,7 +34,7 @@ def get_config() -> ConfigDict:
                 "adapter": {"rank": rank, "alpha": 2.0 * rank, "targets": targets},
                 "optimizer": {"learning_rate": 2e-3, "max_grad_norm": 0.5},
                 "loss": {"kind": "ppo"},
-                "sampling": {"prompts": 16, "group_size": 8, "max_tokens": 4, "stop": ("\n",), "replay": config.get_ref("replay")},
+                "sampling": {"prompts": 16, "group_size": 8, "max_tokens": 4, "stop": ("\n",)},
             }
         )
     return config

@@ -22,15 +22,11 @@ def get_config() -> ConfigDict:
     config.job = "sft"
     config.base = "tiny-random"
     config.dtype = "float32"
-    config.quantise = ""  # "int8" or "float8": the matrices of the layers in 8 bits
     config.mesh = ConfigDict({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1})
     config.seed = 0
     config.steps = 6
-    config.remat = "names"
     config.max_tokens_per_pass = 4096
     config.catalog = ""  # a folder or a database URL; WORKDIR/catalog by default
-    config.payloads = ""  # folder, s3:// or gs:// of the payloads; inside the catalog's folder by default
-    config.tenant = "default"
     config.export_every = 3
     config.checkpoint = ConfigDict({"every": 3, "keep": 2})
     config.tensorboard = False

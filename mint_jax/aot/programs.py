@@ -37,7 +37,15 @@ Tree = Any
 
 @dataclasses.dataclass(frozen=True)
 class TrainShape:
-    """One ``forward_backward``: P policies of B rows of T tokens, M of them targets."""
+    """One ``forward_backward``.
+
+    Attributes:
+        policies: P.
+        rows: B of each policy.
+        tokens: T of a row.
+        targets: M of a row's tokens, at most.
+        remat: what the backward pass keeps: a name in models.transformer.REMAT.
+    """
 
     policies: int
     rows: int
@@ -48,7 +56,15 @@ class TrainShape:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutShape:
-    """One ``prefill`` and its ``decode``: N adapters share Q prompts equally; G rollouts each, up to C new tokens."""
+    """One ``prefill`` and its ``decode``.
+
+    Attributes:
+        adapters: N, which share the prompts equally.
+        prompts: Q.
+        rollouts: G of each prompt.
+        prompt_tokens: S of each prompt.
+        new_tokens: C of each rollout, at most.
+    """
 
     adapters: int
     prompts: int

@@ -7,6 +7,7 @@ from typing import Any
 from mint_jax.errors import UserError
 
 Message = dict[str, Any]  # {"role": ..., "content": ...}
+SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class Tokenizer:
@@ -16,6 +17,7 @@ class Tokenizer:
         vocab_size: largest id + 1.
         eos_ids: ids that end a completion.
         special_ids: id of each special token by its text; ``decode`` leaves them out.
+        eos_id: the one that ends a text: the tokenizer's own, else the model's; None where the checkpoint names none.
     """
 
     def __init__(self, directory: str | Path):
@@ -36,6 +38,8 @@ class Tokenizer:
         self.vocab_size = max(self._fast.get_vocab(with_added_tokens=True).values()) + 1
         self.eos_ids = self._read_eos(directory)
         self.special_ids = {token.content: i for i, token in self._fast.get_added_tokens_decoder().items() if token.special}
+        own = self._special_id("eos_token")
+        self.eos_id = own if own is not None else next(iter(self.eos_ids), None)
 
     def _read_template(self, directory: Path) -> str | None:
         file = directory / "chat_template.jinja"
@@ -51,14 +55,17 @@ class Tokenizer:
         for name in ("generation_config.json", "config.json"):
             value = _read_json(directory / name).get("eos_token_id")
             ids += value if isinstance(value, list) else [value] if value is not None else []
-        token = self._special("eos_token")
-        if token and (i := self._fast.token_to_id(token)) is not None:
-            ids.append(i)
+        if (own := self._special_id("eos_token")) is not None:
+            ids.append(own)
         return tuple(dict.fromkeys(ids))
 
     def _special(self, name: str) -> str | None:
         value = self._config.get(name)
         return value["content"] if isinstance(value, dict) else value
+
+    def _special_id(self, name: str) -> int | None:
+        token = self._special(name)
+        return self._fast.token_to_id(token) if token else None
 
     def encode(self, text: str, special: bool = True) -> list[int]:
         """Token ids; ``special`` adds what the checkpoint's post-processor adds (a bos token, say)."""
@@ -73,16 +80,18 @@ class Tokenizer:
         return self._fast.to_str(), self._template_source
 
     def render(self, messages: list[Message], generation_prompt: bool = True, **variables: Any) -> str:
-        """The text of a conversation by the checkpoint's chat template.
+        """The text of a conversation by the checkpoint's chat template, which sees what ``transformers`` shows it.
+
+        Tools and documents are none where ``variables`` has none, and special tokens that the checkpoint lacks are undefined.
 
         Raises:
             UserError: the checkpoint has no template, or the template refuses the messages.
         """
         if self._template is None:
             self._template = _compile(self._template_source)
-        tokens = {name: self._special(name) or "" for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+        shown = {"tools": None, "documents": None} | {n: token for n in SPECIAL if (token := self._special(n)) is not None} | variables
         try:
-            return self._template.render(messages=messages, add_generation_prompt=generation_prompt, **tokens, **variables)
+            return self._template.render(messages=messages, add_generation_prompt=generation_prompt, **shown)
         except Exception as error:  # jinja2 raises what the template raises
             raise UserError(f"the chat template refuses {str(messages)[:200]}: {error}") from None
 

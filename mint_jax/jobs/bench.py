@@ -1,5 +1,6 @@
 """Benches: ``config.bench`` names a module of ``mint_jax.bench``; each prints one JSON object."""
 
+import dataclasses
 import importlib
 from pathlib import Path
 from typing import Any
@@ -7,9 +8,8 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from mint_jax.errors import choice
-from mint_jax.jobs import common
+from mint_jax.jobs import common, grpo, settings
 from mint_jax.jobs.common import Config
-from mint_jax.jobs.grpo import ConcurrentGrpo
 from mint_jax.models.base import Base
 
 BENCHES = (
@@ -30,9 +30,11 @@ def open_base(config: Config | dict[str, Any]) -> Base:
     return common.open_base(ConfigDict(config))
 
 
-def make_grpo(fields: dict[str, Any], base: Base) -> ConcurrentGrpo:
-    """The GRPO job of a plain config."""
-    return ConcurrentGrpo(ConfigDict(fields), base)
+def make_grpo(fields: dict[str, Any], base: Base) -> grpo.ConcurrentGrpo:
+    """The GRPO job of a plain config, which may have a bench's own settings besides."""
+    known = [f.name for f in dataclasses.fields(grpo.Settings)]
+    config = settings.complete(ConfigDict({name: fields[name] for name in known if name in fields} | {"job": "grpo"}))
+    return grpo.ConcurrentGrpo(config, base)
 
 
 def run(config: Config, workdir: Path) -> dict[str, Any]:

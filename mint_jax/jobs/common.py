@@ -3,13 +3,11 @@
 Where several processes run, all of them run the job; the first alone speaks and writes.
 """
 
-import dataclasses
 import hashlib
 import json
 import re
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +17,14 @@ import numpy as np
 from mint_jax import host, mesh, multihost
 from mint_jax.bench import stamp
 from mint_jax.errors import UserError
-from mint_jax.jobs import hold
+from mint_jax.jobs import hold, settings
+from mint_jax.jobs.settings import Config, build
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.metrics import Progress
 from mint_jax.models import base as base_lib
 from mint_jax.models.base import Base
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import LossConfig, PolicyConfig
-
-Config = Any  # an ml_collections.ConfigDict, whose own annotations know only JSON scalars
 
 # a resumed run may differ in these
 FREE_TO_CHANGE = ("steps", "export_every", "checkpoint", "log_every", "reward_workers", "reward_timeout", "keep_rollouts")
@@ -70,12 +67,40 @@ def _write_config(config: Config, workdir: Path) -> None:
 def claim_workdir(config: Config, workdir: Path) -> None:
     """``save_config`` for a job that resumes what its workdir holds.
 
+    A start that ended before its first step holds nothing: another config may follow it.
+
     Raises:
-        UserError: the workdir holds another run's config, or a living process has it.
+        UserError: the workdir holds steps of another config, or a living process has it.
     """
     hold.refuse_if_held(workdir)
-    multihost.agree("workdir", lambda: _refuse_other_config(workdir / "config.json", _plain(config), workdir))
+
+    def look() -> None:
+        try:
+            _refuse_other_config(workdir / "config.json", _plain(config), workdir)
+        except UserError:
+            if _has_steps(workdir):
+                raise
+            _forget_start(workdir / "run.json")
+
+    multihost.agree("workdir", look)
     save_config(config, workdir)
+
+
+def _has_steps(workdir: Path) -> bool:
+    """Whether a run left anything that depends on its config: a row of metrics, which every step writes first, or a checkpoint."""
+    rows = workdir / "metrics.jsonl"
+    return (rows.is_file() and rows.stat().st_size > 0) or any(workdir.glob("checkpoints/*"))
+
+
+def _forget_start(file: Path) -> None:
+    """Keeps the run's identity, by which it takes back its policies; where they began was another config's."""
+    try:
+        run = json.loads(file.read_text())
+    except FileNotFoundError:
+        return
+    except ValueError:
+        run = {}
+    file.write_text(json.dumps({"id": run["id"]}) if "id" in run else "{}")
 
 
 def _plain(config: Config) -> dict[str, Any]:
@@ -94,7 +119,8 @@ def _refuse_other_config(path: Path, mine: dict[str, Any], workdir: Path) -> Non
             return {prefix: tree}
         return {k: v for name, child in tree.items() for k, v in flat(child, f"{prefix}.{name}" if prefix else name).items()}
 
-    old, new = flat(json.loads(path.read_text())), flat(mine)
+    # one that was saved before a setting existed has its default
+    old, new = (flat(settings.filled(config)) for config in (json.loads(path.read_text()), mine))
     for key in sorted(old.keys() | new.keys()):
         if key.split(".")[0] not in FREE_TO_CHANGE and old.get(key) != new.get(key):
             raise UserError(
@@ -133,16 +159,6 @@ def open_base(config: Config) -> Base:
     return base
 
 
-def build(cls: Any, section: Any, where: str) -> Any:
-    """A frozen dataclass from a config section, with an error that names a field it does not have."""
-    values = dict(section)
-    known = {f.name for f in dataclasses.fields(cls)}
-    unknown = sorted(set(values) - known)
-    if unknown:
-        raise UserError(f"{where}.{unknown[0]} is no setting; {where} has {', '.join(sorted(known))}")
-    return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items()})
-
-
 def policy_seed(seed: int, name: str) -> int:
     """A policy's own seed, 32 bits, from the run's seed and its name alone: which other policies a config names changes nothing.
 
@@ -155,16 +171,9 @@ def policy_seed(seed: int, name: str) -> int:
     return int(np.random.SeedSequence([seed, *words.tolist()]).generate_state(1)[0])
 
 
-def policy_config(name: str, section: Config, seed: int, own: Sequence[str]) -> PolicyConfig:
-    """A ``PolicyConfig`` from ``config.policies.<name>``; ``own`` names the settings that only this job has.
-
-    Raises:
-        UserError: a setting that neither has.
-    """
+def policy_config(name: str, section: Config, seed: int) -> PolicyConfig:
+    """A ``PolicyConfig`` from ``config.policies.<name>``."""
     where = f"policies.{name}"
-    known = {"adapter", "optimizer", "loss", "seed", *own}
-    if unknown := sorted(set(section.keys()) - known):
-        raise UserError(f"{where}.{unknown[0]} is no setting; {where} has {', '.join(sorted(known))}")
     adapter = build(AdapterConfig, section.get("adapter", {}), f"{where}.adapter")
     optimizer = build(OptimizerConfig, section.get("optimizer", {}), f"{where}.optimizer")
     loss = build(LossConfig, section.get("loss", {}), f"{where}.loss")

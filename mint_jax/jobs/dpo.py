@@ -1,5 +1,6 @@
-"""Direct preference optimisation of many policies at once (arXiv 2305.18290); the reference is the base without an adapter."""
+"""Direct preference optimisation of many policies at once (arXiv 2305.18290)."""
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,18 +9,45 @@ import numpy as np
 
 from mint_jax.data import chat
 from mint_jax.envs.env import Example
-from mint_jax.jobs import supervised
+from mint_jax.jobs import settings, supervised
 from mint_jax.jobs.common import Config
 from mint_jax.jobs.sft import from_env as answers_of
 from mint_jax.jobs.sft import group_of, sequence_logprobs
 from mint_jax.models.base import Base
 from mint_jax.train.batch import Group
-from mint_jax.train.trainer import Trainer
+from mint_jax.train.trainer import LossConfig, Trainer
+
+KIND = "dpo"
 
 
-def to_group(base: Base, row: dict[str, Any], where: str) -> Group:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Policy(supervised.Policy):
+    """What a policy of this job has.
+
+    Attributes:
+        loss: of pairs. ``dpo_beta`` says how far the policy may leave its reference: the larger, the less.
+    """
+
+    loss: LossConfig = LossConfig(kind=KIND)
+
+    def __post_init__(self):
+        supervised.check_kind(self.loss, KIND, "dpo")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(settings.Training):
+    """What the job has.
+
+    Attributes:
+        policies: by name.
+    """
+
+    policies: dict[str, Policy]
+
+
+def to_group(base: Base, row: dict[str, Any], where: str, append_eos: bool) -> Group:
     """A pair that shares its prompt."""
-    return group_of(*chat.preference_row(base.need_tokenizer(), row, where), pair_weight=1.0)
+    return group_of(*chat.preference_row(base.need_tokenizer(), row, where, append_eos), pair_weight=1.0)
 
 
 def from_env(examples: Sequence[Example]) -> list[dict[str, Any]]:
@@ -50,9 +78,9 @@ def _margins(scores: list[list[np.ndarray]]) -> np.ndarray:
     return np.array([chosen.sum() - rejected.sum() for chosen, rejected in scores], np.float64)
 
 
+DPO = supervised.Kind(to_group, from_env, chat.PREFERENCES, measure, "margin")
+
+
 def run(config: Config, workdir: Path) -> dict[str, Any]:
     """Trains every policy of the config; returns the result it prints."""
-    for section in config.policies.values():
-        section.unlock()
-        section.loss = {"kind": "dpo", "dpo_beta": float(section.get("beta", 0.1))}
-    return supervised.run(config, workdir, to_group, from_env, measure, "margin")
+    return supervised.run(config, workdir, DPO)

@@ -22,16 +22,45 @@ from mint_jax.envs import env as env_lib
 from mint_jax.envs import scoring
 from mint_jax.envs.env import Example
 from mint_jax.errors import UserError
-from mint_jax.jobs import adapters, agreement, catalogs, common, report
+from mint_jax.jobs import adapters, agreement, catalogs, common, report, settings
 from mint_jax.jobs.adapters import Loaded
 from mint_jax.jobs.catalogs import JobCatalog
 from mint_jax.jobs.common import Config
 from mint_jax.jobs.grpo import Sampling, checked_reward
+from mint_jax.jobs.settings import Count, Natural, Place
 from mint_jax.lora.tree import Slot, Stacks
 from mint_jax.metrics import Progress
 from mint_jax.models.base import Base
 from mint_jax.rollout.engine import Completion, DenseEngine, Request
 from mint_jax.rollout.score import Scorer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(settings.WithCatalog):
+    """What the job has.
+
+    Attributes:
+        env: the task.
+        seed: completion i of example k uses seed + k * samples + i.
+        examples: held-out examples at most.
+        samples: completions an example.
+        adapters: label -> policy@alias, policy@12, a digest or a PEFT directory; empty is the base.
+        sampling: how completions are drawn.
+        max_rows: rows that are sampled together.
+        slots: adapters in one batch, and on the device at once.
+        reward_timeout: seconds that the reward of one completion may take; 0: any time.
+    """
+
+    env: settings.Env
+    seed: Natural = 0
+    examples: Count = 30
+    samples: Count = 4
+    adapters: dict[str, Place]
+    sampling: Sampling | None = None
+    max_rows: Count = 64
+    slots: Count = 64
+    reward_timeout: float = scoring.TIMEOUT_S
+
 
 BASE = ""  # the adapter's name where the bare base is meant
 

@@ -1,14 +1,29 @@
 """A revision as a PEFT adapter directory, for engines that read those."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
-from mint_jax.jobs import adapters, catalogs, common
+from mint_jax.jobs import adapters, catalogs, common, settings
 from mint_jax.jobs.common import Config
+from mint_jax.jobs.settings import Place
 from mint_jax.lora import peft
 from mint_jax.models import hf
 from mint_jax.models.base import public_name
 from mint_jax.models.outline import peft_tables
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(settings.WithCatalog):
+    """What the job has.
+
+    Attributes:
+        revision: policy@alias, policy@12, a digest, or a PEFT directory.
+        output: the folder to be written.
+    """
+
+    revision: Place = ""
+    output: Place = ""
 
 
 def run(config: Config, workdir: Path) -> dict[str, Any]:

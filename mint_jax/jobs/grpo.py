@@ -22,10 +22,11 @@ from mint_jax.envs import env as env_lib
 from mint_jax.envs import scoring
 from mint_jax.envs.env import Environment, Example
 from mint_jax.errors import UserError
-from mint_jax.jobs import adapters, common, report
+from mint_jax.jobs import adapters, common, report, settings
 from mint_jax.jobs.adapters import Loaded
 from mint_jax.jobs.common import Config
-from mint_jax.jobs.training import TrainingRun
+from mint_jax.jobs.settings import Count, Natural, Place
+from mint_jax.jobs.training import KEEP_ROLLOUTS, TrainingRun
 from mint_jax.lora.tree import Slot, Stacks
 from mint_jax.models import router
 from mint_jax.models.base import Base
@@ -76,6 +77,61 @@ class Sampling:
     def request(self, **changes: Any) -> Request:
         """A request with these settings."""
         return Request(**(self.drawing | changes))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Policy(settings.Policy):
+    """What a policy of this job has.
+
+    Attributes:
+        env: its task.
+        sampling: how its rollouts are drawn and turned into a batch.
+        rollout_revision: a revision or PEFT directory that its rollouts are drawn from; empty: the policy as it is.
+    """
+
+    env: settings.Env
+    sampling: Sampling = Sampling()
+    rollout_revision: Place = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldOut:
+    """How policies are evaluated before and after training.
+
+    Attributes:
+        examples: held-out prompts at most.
+        samples: completions a prompt.
+    """
+
+    examples: Count = 24
+    samples: Count = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(settings.Training):
+    """What the job has.
+
+    Attributes:
+        schedule: how steps of different policies share the devices: sequential, overlapped or batched.
+        cohorts: groups of policies that take turns, with schedule batched.
+        reward_workers: threads that compute rewards.
+        reward_timeout: seconds that the reward of one completion may take; 0: any time.
+        max_rows: rows that are sampled together.
+        keep_rollouts: rollouts of so many last steps are kept in the catalog; 0 keeps none.
+        eval: how policies are evaluated before and after training.
+        router_noise: spread of the noise on the trainer's router, for studies of replay.
+        policies: by name.
+    """
+
+    schedule: str = "batched"
+    cohorts: Count = 1
+    reward_workers: Count = 4
+    reward_timeout: float = scoring.TIMEOUT_S
+    max_rows: Count = 256
+    keep_rollouts: Natural = KEEP_ROLLOUTS
+    eval: HeldOut = HeldOut()
+    router_noise: float = 0.0
+    policies: dict[str, Policy]
 
 
 @dataclasses.dataclass
@@ -135,9 +191,7 @@ class ConcurrentGrpo:
     def __init__(self, config: Config, base: Base):
         self.config, self.base = config, base
         self.members = {m.name: m for m in members_of(config, base)}
-        policies = [
-            common.policy_config(n, config.policies[n], m.seed, ("env", "sampling", "rollout_revision")) for n, m in self.members.items()
-        ]
+        policies = [common.policy_config(n, config.policies[n], m.seed) for n, m in self.members.items()]
         self.trainer = Trainer(
             trained_through(base, config), policies, config.get("max_tokens_per_pass", 16384), config.get("remat", "names")
         )
@@ -297,6 +351,7 @@ def as_record(rollout: Rollout, rewards_QG: np.ndarray, digest: str) -> Rollouts
 def run(config: Config, workdir: Path) -> dict[str, Any]:
     """Trains, exports, evaluates; see the module. Returns the result it prints."""
     began = time.monotonic()
+    settings.complete(config)  # a caller other than launch may leave settings out
     schedule.check_workers(config.get("reward_workers", 4))
     scoring.check_timeout(config.get("reward_timeout", scoring.TIMEOUT_S))
     common.claim_workdir(config, workdir)

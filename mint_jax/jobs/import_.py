@@ -1,14 +1,29 @@
 """A PEFT adapter directory as a revision of a policy."""
 
 import contextlib
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from mint_jax.catalog.packed import Schema, pack
 from mint_jax.errors import UserError
-from mint_jax.jobs import adapters, common
+from mint_jax.jobs import adapters, common, settings
 from mint_jax.jobs.catalogs import JobCatalog
 from mint_jax.jobs.common import Config
+from mint_jax.jobs.settings import Place
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(settings.WithCatalog):
+    """What the job has.
+
+    Attributes:
+        input: the PEFT adapter's folder.
+        policy: whose revision it becomes, NAME or TENANT/NAME.
+    """
+
+    input: Place = ""
+    policy: str = ""
 
 
 def run(config: Config, workdir: Path) -> dict[str, Any]:

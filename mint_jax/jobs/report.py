@@ -6,6 +6,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.table import Table
 
 from mint_jax.envs.env import Example
@@ -14,14 +15,29 @@ _console = Console(stderr=True, highlight=False)
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Prints a table; numbers are right-aligned."""
-    out = Table(title=title, title_justify="left")
-    for i, column in enumerate(columns):
+    """Prints a table; numbers are right-aligned and never broken.
+
+    Columns that do not fit beside the others go to a further table, behind the first column again.
+    """
+    shown: list[int] = []
+    anything = _console.options.update(max_width=1 << 16)  # a measure is cut to the width that is asked for
+    for i in range(len(columns)):
+        wider = _table(title, columns, rows, [*shown, i])
+        if len(shown) > 1 and Measurement.get(_console, anything, wider).minimum > _console.width:
+            _console.print(_table(title, columns, rows, shown))
+            shown, title = [0], ""
+        shown.append(i)
+    _console.print(_table(title, columns, rows, shown))
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], shown: Sequence[int]) -> Table:
+    out = Table(title=title or None, title_justify="left")
+    for i in shown:
         numeric = all(isinstance(row[i], int | float) for row in rows)
-        out.add_column(column, justify="right" if numeric else "left")
+        out.add_column(columns[i], justify="right" if numeric else "left", no_wrap=numeric, overflow="fold")
     for row in rows:
-        out.add_row(*(f"{v:.3f}" if isinstance(v, float) else escape(str(v)) for v in row))
-    _console.print(out)
+        out.add_row(*(f"{row[i]:.3f}" if isinstance(row[i], float) else escape(str(row[i])) for i in shown))
+    return out
 
 
 def policies_table(rows: Sequence[dict[str, Any]]) -> None:

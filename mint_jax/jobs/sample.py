@@ -14,11 +14,12 @@ from typing import Any
 
 from mint_jax.data.sources import numbered_rows
 from mint_jax.errors import UserError
-from mint_jax.jobs import catalogs, common
+from mint_jax.jobs import catalogs, common, settings
 from mint_jax.jobs.common import Config
 from mint_jax.jobs.output import Output
 from mint_jax.jobs.rotation import Rotation, Turn
 from mint_jax.jobs.score import check_row, made_from, tokens_of
+from mint_jax.jobs.settings import Count, Natural, Place
 from mint_jax.metrics import Progress
 from mint_jax.models.base import Base
 from mint_jax.rollout.engine import Completion, DenseEngine, Request
@@ -34,6 +35,50 @@ SETTINGS = {  # per-line settings and their types
     "stop": (str, list, tuple),
     "stop_ids": (list, tuple),
 }
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """What a line may have of its own.
+
+    Attributes:
+        max_tokens: new tokens at most.
+        temperature: 0 is greedy.
+        top_k, top_p, min_p: filters, see ``rollout.sample.SamplingParams``.
+        seed: completion i uses seed + i; the same seed gives the same tokens in any batch.
+        n: completions of a line.
+        stop: strings that end a completion.
+        stop_ids: token ids that end a completion, beside the checkpoint's own.
+    """
+
+    max_tokens: Count = 64
+    temperature: float = 1.0
+    top_k: Natural = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    n: Count = 1
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(settings.WithCatalog):
+    """What the job has.
+
+    Attributes:
+        input: JSONL file of prompts.
+        output: JSONL file of completions.
+        slots: adapters on the device at once, of each rank bucket; more take turns.
+        max_rows: rows that are sampled together.
+        sampling: of lines that do not say otherwise.
+    """
+
+    input: Place = ""
+    output: Place = ""
+    slots: Count = 64
+    max_rows: Count = 64
+    sampling: Sampling = Sampling()
 
 
 KEYS = ("id", "adapter", "prompt", "messages", "tokens", "text", *SETTINGS)

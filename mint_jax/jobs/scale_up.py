@@ -5,6 +5,7 @@ the compiler's own memory figures, FLOPs, collectives and a roofline estimate ar
 process holds that both trains and samples.
 """
 
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from mint_jax.aot import report as aot_report
 from mint_jax.aot.measure import Measured, colocated, measure
 from mint_jax.aot.programs import Plan, RolloutShape, TrainShape
 from mint_jax.errors import UserError, choice
-from mint_jax.jobs import common, report
+from mint_jax.jobs import common, report, settings
 from mint_jax.jobs.common import Config, say
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
@@ -24,6 +25,39 @@ from mint_jax.models.base import DTYPES
 from mint_jax.models.config import from_hf
 
 GIB = chips.GIB
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the job has.
+
+    Attributes:
+        job: what to run.
+        base: what to call the model.
+        dtype: of the base: float32 or bfloat16.
+        topology: a pod, such as v5p:2x2x1, or smallest: the smallest of a chip's pods that holds everything.
+        chip: whose pods smallest tries.
+        mesh: how the devices are divided.
+        margin: of the memory of each device, to stay free.
+        hlo: write the compiled programs beside the result.
+        adapter: of every policy.
+        train: the training step.
+        rollout: sampling.
+        model: fields of the model's config.json.
+    """
+
+    job: str
+    base: str
+    dtype: str = "bfloat16"
+    topology: str
+    chip: str = "v5p"
+    mesh: settings.Mesh = settings.Mesh()
+    margin: float = 0.05
+    hlo: bool = False
+    adapter: AdapterConfig
+    train: TrainShape
+    rollout: RolloutShape
+    model: dict[str, Any]
 
 
 class Question:

@@ -1,5 +1,6 @@
 """Supervised fine-tuning of many policies at once: cross-entropy on the assistant's tokens."""
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,18 +9,45 @@ import numpy as np
 
 from mint_jax.data import chat
 from mint_jax.envs.env import Example
-from mint_jax.jobs import supervised
+from mint_jax.jobs import settings, supervised
 from mint_jax.jobs.common import Config
 from mint_jax.models.base import Base
 from mint_jax.rollout.score import Scorer
 from mint_jax.train.batch import Group
 from mint_jax.train.batch import Sequence as Target
-from mint_jax.train.trainer import Trainer
+from mint_jax.train.trainer import LossConfig, Trainer
+
+KIND = "cross_entropy"
 
 
-def to_group(base: Base, row: dict[str, Any], where: str) -> Group:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Policy(supervised.Policy):
+    """What a policy of this job has.
+
+    Attributes:
+        loss: cross-entropy; ``kl`` keeps the policy near its reference, on the targets' tokens.
+    """
+
+    loss: LossConfig = LossConfig(kind=KIND)
+
+    def __post_init__(self):
+        supervised.check_kind(self.loss, KIND, "sft")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings(settings.Training):
+    """What the job has.
+
+    Attributes:
+        policies: by name.
+    """
+
+    policies: dict[str, Policy]
+
+
+def to_group(base: Base, row: dict[str, Any], where: str, append_eos: bool) -> Group:
     """One text: everything before its first target is the prefix."""
-    marked = chat.supervised_row(base.need_tokenizer(), row, where)
+    marked = chat.supervised_row(base.need_tokenizer(), row, where, append_eos)
     return group_of(marked)
 
 
@@ -52,9 +80,9 @@ def measure(trainer: Trainer, students: dict[str, supervised.Student], adapted: 
     return out
 
 
+SFT = supervised.Kind(to_group, from_env, chat.SUPERVISED, measure, "loss")
+
+
 def run(config: Config, workdir: Path) -> dict[str, Any]:
     """Trains every policy of the config; returns the result it prints."""
-    for section in config.policies.values():
-        section.unlock()
-        section.loss = {"kind": "cross_entropy"}
-    return supervised.run(config, workdir, to_group, from_env, measure, "loss")
+    return supervised.run(config, workdir, SFT)

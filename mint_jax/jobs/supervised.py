@@ -12,20 +12,66 @@ from pathlib import Path
 from typing import Any
 
 from mint_jax import host, multihost
+from mint_jax.data import chat
 from mint_jax.data.order import epoch_indices
-from mint_jax.data.sources import read_rows
+from mint_jax.data.sources import numbered_rows
 from mint_jax.envs import env as env_lib
 from mint_jax.envs.env import Example
 from mint_jax.errors import UserError
-from mint_jax.jobs import common, report
+from mint_jax.jobs import common, report, settings
 from mint_jax.jobs.common import Config
+from mint_jax.jobs.settings import Count, Natural, Open, Place
 from mint_jax.jobs.training import TrainingRun
 from mint_jax.models.base import Base
 from mint_jax.train.batch import Group
-from mint_jax.train.trainer import Trainer
+from mint_jax.train.trainer import LossConfig, Trainer
+
+
+@dataclasses.dataclass(frozen=True)
+class Data(Open):
+    """What a policy learns from: a file, or an environment, whose options are further settings.
+
+    Attributes:
+        path: .jsonl or .parquet file with rows as ``data.chat`` reads them.
+        held_out: its first so many rows are not learned but measured; a tenth by default.
+        env: where no path is given: a name in envs.env.REGISTRY, or module:factory.
+        append_eos: end texts, and replies to prompts that are text, with the checkpoint's end token; chat templates end theirs.
+    """
+
+    path: Place = ""
+    held_out: Natural | None = None
+    env: str = ""
+    append_eos: bool = True
+
+    def __post_init__(self):
+        if not self.path and not self.env:
+            raise UserError("there is neither path nor env; expected path (a .jsonl or .parquet file) or env (an environment's name)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Policy(settings.Policy):
+    """What a policy of these jobs has.
+
+    Attributes:
+        data: what it learns from.
+        batch_size: examples of an update.
+    """
+
+    data: Data
+    batch_size: Count = 8
+
+
+def check_kind(loss: LossConfig, kind: str, job: str) -> None:
+    """Refuses another loss than the job's own.
+
+    Raises:
+        UserError: with the job that has it.
+    """
+    if loss.kind != kind:
+        raise UserError(f"loss.kind is {loss.kind!r}, but job {job} minimises {kind!r}: drop loss.kind, or choose another job")
+
 
 Row = dict[str, Any]
-ToGroup = Callable[[Base, Row, str], Group]  # one data row -> a group with weights 1
 
 
 @dataclasses.dataclass
@@ -38,42 +84,70 @@ class Student:
     batch_size: int
 
 
-Measure = Callable[[Trainer, dict[str, Student], bool], dict[str, dict[str, float]]]
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What tells SFT from DPO.
+
+    Attributes:
+        to_group: one data row, its place for errors, and ``Data.append_eos`` -> a group with weights 1.
+        from_env: an environment's examples -> data rows.
+        forms: the columns of rows.
+        measure: held-out metrics of every policy, with its adapter or as it began.
+        headline: the metric that tables and progress lines show.
+    """
+
+    to_group: Callable[[Base, Row, str, bool], Group]
+    from_env: Callable[[Sequence[Example]], list[Row]]
+    forms: chat.Forms
+    measure: Callable[[Trainer, dict[str, Student], bool], dict[str, dict[str, float]]]
+    headline: str
 
 
-def rows_of(section: Config, from_env: Callable[[Sequence[Example]], list[Row]]) -> tuple[list[Row], list[Row], str]:
-    """Training rows, held-out rows, and what to call them in an error."""
+Located = tuple[str, Row]  # a row and what to call it in an error
+
+
+def rows_of(section: Config, kind: Kind) -> tuple[list[Located], list[Located]]:
+    """Training rows and held-out rows of a policy's data.
+
+    Raises:
+        UserError: an unknown environment, an unreadable file, or a row without the columns that are needed.
+    """
     options = dict(section)
-    if "path" in options:
-        path = options["path"]
-        rows = read_rows(path)
-        held = int(options.get("held_out", max(1, len(rows) // 10)))
-        if held >= len(rows):
-            raise UserError(f"data.held_out is {held} but {path} has {len(rows)} rows: lower it")
-        return rows[held:], rows[:held], str(path)
-    if "env" not in options:
-        raise UserError(f"data is {options}; expected path (a .jsonl or .parquet file) or env (an environment's name)")
-    name = options.pop("env")
-    environment = env_lib.make(name, **options)
-    return from_env(environment.train), from_env(environment.held_out), name
+    path, name, held = options.pop("path"), options.pop("env"), options.pop("held_out", None)
+    del options["append_eos"]
+    if not path:
+        environment = env_lib.make(name, **options)
+        parts = kind.from_env(environment.train), kind.from_env(environment.held_out)
+        train, held_out = ([(f"{name} row {n}", row) for n, row in enumerate(rows, 1)] for rows in parts)
+        return train, held_out
+    if options and not name:
+        raise UserError(f"data.{next(iter(options))} is no setting of a file: drop it, or name an environment in data.env")
+    rows = numbered_rows(path)
+    held = max(1, len(rows) // 10) if held is None else held
+    if held >= len(rows):
+        raise UserError(f"data.held_out is {held} but {path} has {len(rows)} rows: lower it")
+    if unused := {column: None for where, row in rows for column in row if column not in chat.form_of(row, kind.forms, where)}:
+        common.say(f"{path}: columns {', '.join(unused)} are not used")
+    return rows[held:], rows[:held]
 
 
-def students_of(config: Config, base: Base, to_group: ToGroup, from_env: Callable[[Sequence[Example]], list[Row]]) -> dict[str, Student]:
-    """Every policy's data, encoded and checked before anything runs."""
+def students_of(config: Config, base: Base, kind: Kind, data: dict[str, tuple[list[Located], list[Located]]]) -> dict[str, Student]:
+    """Every policy's data (of ``rows_of``), encoded and checked before anything runs."""
     students = {}
     for name, section in config.policies.items():
-        train, held_out, source = rows_of(section.data, from_env)
-        groups = [[to_group(base, row, f"{source} row {n}") for n, row in enumerate(rows)] for rows in (train, held_out)]
-        for group in (g for part in groups for g in part):
+
+        def encoded(where: str, row: Row, name: str = name, append_eos: bool = section.data.append_eos) -> Group:
+            group = kind.to_group(base, row, where, append_eos)
             longest = len(group.prefix) + max(len(s.tokens) for s in group.sequences)
             if longest > base.cfg.context:
                 raise UserError(
-                    f"policy {name!r}: an example of {longest} tokens exceeds the context of {base.cfg.context}: drop or shorten it"
+                    f"policy {name!r}: {where} has {longest} tokens, which exceeds the context of {base.cfg.context}: drop or shorten it"
                 )
+            return group
+
+        train, held_out = ([encoded(*located) for located in rows] for rows in data[name])
         seed = int(section.get("seed", common.policy_seed(config.seed, name)))
-        students[name] = Student(groups[0], groups[1], seed, int(section.get("batch_size", 8)))
-    if not students:
-        raise UserError("policies is empty: give the config at least one policy")
+        students[name] = Student(train, held_out, seed, section.batch_size)
     multihost.require_same("the data", lambda: {name: dataclasses.asdict(s) for name, s in students.items()})
     return students
 
@@ -88,30 +162,18 @@ def weighted(groups: Sequence[Group]) -> list[Group]:
     return out
 
 
-def run(
-    config: Config,
-    workdir: Path,
-    to_group: ToGroup,
-    from_env: Callable[[Sequence[Example]], list[Row]],
-    measure: Measure,
-    headline: str,
-) -> dict[str, Any]:
-    """The training loop of SFT and DPO.
-
-    Args:
-        to_group: one data row -> a group.
-        from_env: an environment's examples -> data rows.
-        measure: held-out metrics of every policy, with its adapter or with the bare base.
-        headline: the metric that tables and progress lines show.
-    """
+def run(config: Config, workdir: Path, kind: Kind) -> dict[str, Any]:
+    """The training loop of SFT and DPO."""
     began = time.monotonic()
+    settings.complete(config)  # a caller other than launch may leave settings out
+    data = {name: rows_of(section.data, kind) for name, section in config.policies.items()}
     common.claim_workdir(config, workdir)
     base = common.open_base(config)
-    students = students_of(config, base, to_group, from_env)
-    policies = [common.policy_config(n, config.policies[n], s.seed, ("data", "batch_size", "beta")) for n, s in students.items()]
-    trainer = Trainer(base, policies, config.get("max_tokens_per_pass", 16384), config.get("remat", "names"))
+    students = students_of(config, base, kind, data)
+    policies = [common.policy_config(n, config.policies[n], s.seed) for n, s in students.items()]
+    trainer = Trainer(base, policies, config.max_tokens_per_pass, config.remat)
     with TrainingRun(config, workdir, trainer, dict.fromkeys(students, (trainer.shapes,))) as run:
-        return _run(config, workdir, trainer, students, run, measure, headline, began)
+        return _run(config, workdir, trainer, students, run, kind, began)
 
 
 def _run(
@@ -120,10 +182,10 @@ def _run(
     trainer: Trainer,
     students: dict[str, Student],
     run: TrainingRun,
-    measure: Measure,
-    headline: str,
+    kind: Kind,
     began: float,
 ) -> dict[str, Any]:
+    measure, headline = kind.measure, kind.headline
     if not run.resumed:
         run.notes = {"before": measure(trainer, students, False), "history": {n: [] for n in students}}
     history = run.notes["history"]

@@ -17,6 +17,7 @@ class AdapterConfig:
         alpha: scale numerator: the delta is ``alpha / rank * B A x``, or ``alpha / sqrt(rank)`` with ``rslora``
             (arXiv 2312.03732).
         targets: short names of the adapted projections, or ``all-linear``.
+        rslora: see ``alpha``.
     """
 
     rank: int

@@ -30,8 +30,13 @@ class OptimizerConfig:
 
     Attributes:
         learning_rate: peak value.
+        b1, b2: decay of the first and second moment.
+        eps: beside the second moment's root.
+        weight_decay: decoupled, times the learning rate.
         warmup_steps: linear from 0.
+        total_steps: where ``schedule`` ends.
         schedule: after warm-up: ``constant``, or ``linear`` / ``cosine`` down to ``final_fraction`` of the peak at ``total_steps``.
+        final_fraction: see ``schedule``.
         max_grad_norm: clip the policy's own global gradient norm; 0 switches it off.
     """
 

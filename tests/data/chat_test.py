@@ -91,15 +91,36 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, tmp_path, 
         chat.conversation(Tokenizer(tmp_path), messages, "line 3")
 
 
-def test_plain_text_is_learned_after_its_first_token(tokenizer):
+def test_plain_text_is_learned_after_its_first_token_with_its_end(tokenizer, theirs):
     marked = chat.supervised_row(tokenizer, {"text": "Once upon a time"}, "row")
-    assert marked.tokens == tokenizer.encode("Once upon a time")
+    assert marked.tokens == [*tokenizer.encode("Once upon a time"), theirs.eos_token_id]
     assert marked.learn == [False] + [True] * (len(marked.tokens) - 1)
+
+
+@pytest.mark.parametrize("row", [{"text": "Once"}, {"prompt": "2 + 2 =", "completion": " 4"}], ids=["text", "completion"])
+def test_the_end_token_comes_once_or_not_at_all(tokenizer, theirs, row):
+    *_, last = row
+    whole = chat.supervised_row(tokenizer, row | {last: row[last] + " there"}, "row")
+    bare = chat.supervised_row(tokenizer, row | {last: row[last] + " there"}, "row", append_eos=False)
+    assert whole.tokens == [*bare.tokens, theirs.eos_token_id]
+    assert whole.learn == [*bare.learn, True]
+    spelt = chat.supervised_row(tokenizer, row | {last: row[last] + " there" + theirs.eos_token}, "row")
+    assert spelt == whole
+    messages = {"messages": [turn("user", "q"), turn("assistant", "a")]}
+    assert chat.supervised_row(tokenizer, messages, "row") == chat.supervised_row(tokenizer, messages, "row", append_eos=False)
+
+
+def test_a_checkpoint_without_an_end_token_says_so(tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes((base_lib.resolve("smollm2-135m-instruct") / "tokenizer.json").read_bytes())
+    row = {"text": "Once upon a time"}
+    with pytest.raises(UserError, match=r"no end token .*data\.append_eos=False"):
+        chat.supervised_row(Tokenizer(tmp_path), row, "row")
+    assert len(chat.supervised_row(Tokenizer(tmp_path), row, "row", append_eos=False).tokens) > 2
 
 
 def test_a_prompt_and_its_completion_as_text_and_as_chat(tokenizer):
     plain = chat.supervised_row(tokenizer, {"prompt": "2 + 2 =", "completion": " 4\n"}, "row")
-    assert runs(tokenizer, plain) == [(False, "2 + 2 ="), (True, " 4\n")]
+    assert runs(tokenizer, plain) == [(False, "2 + 2 ="), (True, " 4\n" + END)]
     messages = [turn("user", "2 + 2?"), turn("assistant", "4")]
     whole = chat.supervised_row(tokenizer, {"messages": messages}, "row")
     for reply in ("4", messages[1], [messages[1]]):
@@ -131,6 +152,9 @@ def test_preferences_share_their_prompt(tokenizer, row):
         ({"chosen": [turn("user", "q"), turn("assistant", "a")], "rejected": [turn("user", "r"), turn("assistant", "a")]}, "same prompt"),
         ({"prompt": "q", "chosen": "a"}, "columns prompt, chosen; expected prompt, chosen and rejected"),
         ({"rejected": "a"}, "expected prompt, chosen and rejected"),
+        ({"prompt": 5, "chosen": "a", "rejected": "b"}, "prompt is '5'; expected a list of messages"),
+        ({"prompt": "q", "chosen": "a", "rejected": ["b", "c"]}, "rejected is .*; expected a string"),
+        ({"chosen": "a", "rejected": "b"}, "chosen is 'a'; expected a list of messages"),
         ({"prompt": "q", "chosen": "", "rejected": "a"}, "nothing|no .*learn|empty"),
     ],
 )
@@ -149,6 +173,12 @@ def test_bad_preferences_are_refused(tokenizer, row, message):
         ({"messages": [turn("user", "q")]}, "no assistant turn"),
         ({"prompt": "q", "completion": ""}, "nothing|no .*learn|empty"),
         ({"messages": [turn("user", "q"), {"role": "assistant"}]}, "template refuses"),
+        ({"messages": "hi"}, "row 5: messages is 'hi'; expected a list of messages"),
+        ({"messages": ["hi"]}, "row 5: messages is .*; expected a list of messages"),
+        ({"messages": []}, "row 5: messages is .*; expected a list of messages"),
+        ({"prompt": "q", "completion": 5}, "row 5: completion is '5'; expected a string"),
+        ({"prompt": None, "completion": "a"}, "row 5: prompt is 'None'; expected a list of messages"),
+        ({"text": ["a"]}, "row 5: text is .*; expected a string"),
     ],
 )
 def test_rows_with_nothing_to_learn_are_refused(tokenizer, row, message):

@@ -56,6 +56,26 @@ def change_config(directory, **fields):
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% if tools %}tools{% elif tools is none %}none{% endif %}{{ messages[0].content }}",
+        "{% if tools is defined %}defined{% if tools is not none %} {{ tools | length }}{% endif %}{% endif %}",
+        "{%- if not tools is defined %}{%- set tools = none %}{%- endif %}{{ tools is none }} {{ documents is none }}",
+        "{{ tools | tojson }} {{ documents | tojson }}",
+        "{{ bos_token is defined }} {{ pad_token is defined }} {{ mask_token is defined }} {{ eos_token }}[{{ cls_token }}]",
+        "{% if builtin_tools is defined or tools is not none %}Environment: ipython{% endif %}{{ messages | length }}",
+    ],
+)
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["no tools", "tools"])
+def test_templates_see_tools_and_tokens_as_in_transformers(copy, template, tools):
+    change_config(copy, chat_template=template)
+    theirs = AutoTokenizer.from_pretrained(copy)
+    wanted = theirs.apply_chat_template(CHAT, tools=tools, tokenize=False, add_generation_prompt=True)
+    given = {} if tools is None else {"tools": tools}
+    assert Tokenizer(copy).render(CHAT, generation_prompt=True, **given) == wanted
+
+
 def test_text_encodes_and_decodes_as_in_transformers(ours, theirs):
     @settings(max_examples=150, deadline=None, database=None)
     @given(st.text(max_size=80))

@@ -8,7 +8,7 @@ import pytest
 
 from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.errors import UserError
-from mint_jax.jobs import grpo, pretrain
+from mint_jax.jobs import grpo, pretrain, settings
 from mint_jax.models import base as base_lib
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -20,7 +20,7 @@ def config_of(name, **changes):
     config = runpy.run_path(str(CONFIGS / f"{name}.py"))["get_config"]()
     for key, value in changes.items():
         config[key] = value
-    return config
+    return settings.complete(config)
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +41,12 @@ def test_the_base_is_a_checkpoint_that_learned(made, mesh):
 
 def test_rewards_rise_on_experts_and_replay_is_what_holds_them(made, tmp_path):
     """The trainer's router differs from the sampler's: with replay nothing is lost, without it learning suffers."""
-    run = {
-        replay: grpo.run(config_of("grpo_moe", base=made["base"], router_noise=0.3, replay=replay), tmp_path / str(replay))
-        for replay in (True, False)
-    }
+    run = {}
+    for replay in (True, False):
+        config = config_of("grpo_moe", base=made["base"], router_noise=0.3)
+        for policy in config.policies.values():
+            policy.sampling.replay = replay
+        run[replay] = grpo.run(config, tmp_path / str(replay))
     gain = {replay: {p["name"]: p["reward_after"] - p["reward_before"] for p in run[replay]["policies"]} for replay in run}
     # held-out rewards of 27 prompts x 4 samples: a standard error of about 0.04
     assert gain[True]["experts"] > 0.1

@@ -13,7 +13,7 @@ from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import unpack
 from mint_jax.envs.env import Example, ListEnvironment
 from mint_jax.errors import UserError
-from mint_jax.jobs import common, dpo, grpo, sft
+from mint_jax.jobs import dpo, grpo, settings, sft
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -23,7 +23,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 def tiny(job: str, **changes):
     config = runpy.run_path(str(CONFIGS / "tiny" / f"{job}.py"))["get_config"]()
     config.update(changes)
-    return config
+    return settings.complete(config)
 
 
 def only(config, *names):
@@ -203,9 +203,3 @@ def test_sft_and_dpo_move_their_metric(tmp_path):
 def test_no_policies_is_refused(tmp_path):
     with pytest.raises(UserError, match="policies is empty"):
         grpo.run(only(tiny("grpo")), tmp_path)
-
-
-def test_unwritable_workdir_is_refused(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be written"):
-        common.claim_workdir(tiny("sft"), tmp_path / "file" / "work")
