@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -353,7 +354,7 @@ def test_grpo_on_two_processes_resumed_is_grpo_on_one(schedule, tmp_path):
         (mine, schema), (theirs, other) = unpack(catalogs[0].load(two[name])), unpack(catalogs[1].load(one[name]))
         assert schema == other
         # the same reason; four updates of 0.1 times a gradient below 1
-        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), mine, theirs)
+        chex.assert_trees_all_close(mine, theirs, rtol=1e-4, atol=1e-6)
         start, _ = unpack(catalogs[0].load(f"{name}@1"))
         moved = max(float(np.abs(x - y).max()) for x, y in zip(jax.tree.leaves(mine), jax.tree.leaves(start)))
         assert moved > 1e-4, "the later steps moved the policy"

@@ -25,6 +25,7 @@ from mint_jax.models import base as base_lib
 from mint_jax.models import hf, quantised, transformer
 from mint_jax.models.base import Base
 from mint_jax.models.config import from_hf
+from mint_jax.models.precision import as_stored
 
 FILES = 8
 TEXT = "The capital of France is Paris. Water boils at one hundred degrees. Two and three make five, and five and seven make twelve."
@@ -73,6 +74,7 @@ def logits_error(base: Base, kind: str) -> dict[str, Any]:
     tokens = jnp.array([base.need_tokenizer().encode(TEXT)], jnp.int32)
     positions = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
 
+    @as_stored
     def run(tree: Any) -> jax.Array:
         with jax.set_mesh(base.mesh):
             return transformer.logits(tree, None, transformer.hidden_states(tree, None, tokens, positions, base.cfg)[0])[0]

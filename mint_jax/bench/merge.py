@@ -7,9 +7,11 @@ import jax.numpy as jnp
 
 from mint_jax import params as params_lib
 from mint_jax.lora.tree import AdapterStack
+from mint_jax.models.precision import as_stored
 
 
 @jax.jit
+@as_stored
 def merged(params: Any, stack: AdapterStack, slot: jax.Array) -> Any:
     """A second copy of the base with one slot's deltas added, ``W + scale A^T B`` (``unembed`` and ``embed`` left alone)."""
     factors = dict(params_lib.leaves_with_path(stack.factors))

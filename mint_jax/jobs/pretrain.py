@@ -27,6 +27,7 @@ from mint_jax.jobs.common import Config, say
 from mint_jax.jobs.settings import Count, Natural
 from mint_jax.models import hf, transformer
 from mint_jax.models.config import ModelConfig, from_hf
+from mint_jax.models.precision import as_stored
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,7 @@ def encode_rows(examples: list[Example]) -> tuple[np.ndarray, np.ndarray]:
     return tokens, learn
 
 
+@as_stored
 def mean_loss(params: Any, tokens_BT: jax.Array, learn_BT: jax.Array, cfg: ModelConfig) -> jax.Array:
     """Mean cross-entropy, in nats, of the tokens that are to be learned."""
     inputs = tokens_BT[:, :-1]
@@ -116,6 +118,7 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     loss = jax.jit(functools.partial(mean_loss, cfg=cfg))
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
+    @as_stored
     def step(params, opt, tokens_BT, learn_BT):
         value, grads = jax.value_and_grad(mean_loss)(params, tokens_BT, learn_BT, cfg)
         updates, opt = optimizer.update(grads, opt, params)

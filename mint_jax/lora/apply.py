@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -42,6 +43,8 @@ class Bound:
 
 def lora_delta(x_MD: jax.Array, a_RD: jax.Array, b_RF: jax.Array) -> jax.Array:
     """``(x A^T) B`` of one adapter, ``[M, F]`` in the dtype of ``x``; both products accumulate in float32."""
+    chex.assert_rank([x_MD, a_RD, b_RF], 2)
+    chex.assert_equal_shape([a_RD, b_RF], dims=0)
     h_MR = jnp.einsum("MD,RD->MR", x_MD, a_RD, preferred_element_type=jnp.float32).astype(x_MD.dtype)
     return jnp.einsum("MR,RF->MF", h_MR, b_RF, preferred_element_type=jnp.float32).astype(x_MD.dtype)
 
@@ -91,6 +94,8 @@ def batch_delta(x_BTD: jax.Array, lora: Bound, d_out: int) -> jax.Array | None:
 
 def embedding_delta(tokens_BT: jax.Array, lora: Bound, d_out: int, dtype: Any) -> jax.Array | None:
     """The deltas of the embedding, ``[B, T, D]``: its input is one-hot, so ``x A^T`` is a lookup in ``A [R, V]``."""
+
+    chex.assert_rank(tokens_BT, 2)
 
     def delta(factors: Any, tokens: jax.Array) -> jax.Array:
         h_PMR = jax.vmap(lambda a_RV, tokens_M: a_RV[:, tokens_M].T)(factors["a"], tokens.reshape(tokens.shape[0], -1))

@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -91,8 +92,11 @@ def packed_attention(
     Args:
         chosen: the keys that each query may see at all, ``[B, T, ceil(T / 8)]`` as ``pack_keys`` packs them; None for all.
     """
+    chex.assert_rank([q_BTNH, v_BTKV], 4)
     B, T, N, H = q_BTNH.shape
     K, V = v_BTKV.shape[2:]
+    chex.assert_shape([k_BTKH, v_BTKV], [(B, T, K, H), (B, T, K, V)])
+    chex.assert_shape(list(segments), (B, T))
     q = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)  # B K G T H
     q = checkpoint_name(sharding.constrain(q, "batch", "kv_heads", None, "tokens", None), "query")
     k, v = (sharding.constrain(x.transpose(0, 2, 1, 3), "batch", "kv_heads", "tokens", None) for x in (k_BTKH, v_BTKV))
@@ -110,8 +114,10 @@ def packed_attention(
 
 def cached_attention(q_BTNH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array, past: Past, scale: float) -> jax.Array:
     """Attention of T new tokens to all valid cached positions and causally to each other; ``[B, T, N, H]``."""
+    chex.assert_rank([q_BTNH, k_BKTH], 4)
     B, T, N, H = q_BTNH.shape
     K = k_BKTH.shape[1]
+    chex.assert_shape([k_BKTH, v_BKTH], (B, K, T, H))
     G = N // K
 
     def part(k_QKSH: jax.Array, v_QKSH: jax.Array, allowed: jax.Array) -> Partial:

@@ -2,17 +2,22 @@
 
 Each device owns whole experts, and the adapters' share of them. Few tokens (decoding) are gathered by everybody and the
 results summed; many (training, prefill) are exchanged all-to-all, each token once per visit. A round has room for somewhat
-more tokens than equally loaded experts need; tokens beyond it go in further rounds, so none is ever dropped.
+more tokens than equally loaded experts need; tokens beyond it go in further rounds, so none is ever dropped. Wherever sums
+depend on the round in which a token travels, each block of rows has room of its own: another policy's routing must not
+change in which order a policy's numbers are added.
 
 The backward pass is written out: it exchanges gradients the same way and recomputes the experts' inner activations.
 
 Axes: B rows, T tokens, D model width, X experts of a token, N tokens of a device, M token-expert pairs, W devices of an
-exchange, C room between two of them.
+exchange, C room of a block between two of them, K keys: blocks, or devices and blocks.
 """
 
+import functools
 import math
+from itertools import product
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -48,7 +53,9 @@ def routed(x_BTD: jax.Array, ids_BTX: jax.Array, weights_BTX: jax.Array, p: Any,
         p: ``{"gate": {"w": [E, D, F]}, "up": ..., "down": ...}``, E sharded as ``sharding.RULES`` says.
         lora: adapters of the experts, ``[P, E, R, D]`` and ``[P, E, R, F]``, E sharded likewise.
     """
+    chex.assert_rank([x_BTD, ids_BTX], 3)
     B, T, D = x_BTD.shape
+    chex.assert_shape([ids_BTX, weights_BTX], (B, T, ids_BTX.shape[2]))
     mesh = jax.sharding.get_abstract_mesh()
     ways = sharding.ways("batch", mesh)
     pad = -B % ways
@@ -66,7 +73,7 @@ def routed(x_BTD: jax.Array, ids_BTX: jax.Array, weights_BTX: jax.Array, p: Any,
     if mesh.empty or mesh.size == 1:
         y = _here(visits, p, lora)
     else:
-        y = _sharded(visits.x, visits.weights, lora, visits.ids, block, p)
+        y: jax.Array = _sharded(visits.x, visits.weights, lora, visits.ids, block, p, B // blocks * T)  # type: ignore[assignment]
     return y.reshape(B + pad, T, D)[:B]
 
 
@@ -78,9 +85,9 @@ def _here(v: Visits, p: Any, lora: Bound | None) -> jax.Array:
     return jnp.einsum("NXD,NX->ND", y_MD.reshape(N, X, -1), v.weights, preferred_element_type=jnp.float32).astype(v.x.dtype)
 
 
-@jax.custom_vjp
-def _sharded(x, weights, lora, ids, block, p):
-    return _forward(x, weights, lora, ids, block, p)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _sharded(x, weights, lora, ids, block, p, of_block):
+    return _forward(x, weights, lora, ids, block, p, of_block)[0]
 
 
 def _specs(mesh: Any, lora: Bound | None, p: Any) -> tuple[PartitionSpec, Any, Any]:
@@ -94,26 +101,26 @@ def _over_mesh(fn, mesh, in_specs, out_specs):
     return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def _forward(x, weights, lora, ids, block, p):
+def _forward(x, weights, lora, ids, block, p, of_block):
     mesh = jax.sharding.get_abstract_mesh()
     rows, lora_spec, p_spec = _specs(mesh, lora, p)
 
     def local(x, weights, lora, ids, block, p):
-        exchange = _exchange(mesh, x.shape[0], ids.shape[1], p["gate"]["w"].shape[0])
+        exchange = _exchange(mesh, x.shape[0], ids.shape[1], p["gate"]["w"].shape[0], of_block)
         return exchange.run(Visits(x, ids, weights, block), p, lora)
 
     y = _over_mesh(local, mesh, (rows, rows, lora_spec, rows, rows, p_spec), rows)(x, weights, lora, ids, block, p)
     return y, (x, weights, lora, ids, block, p)
 
 
-def _backward(residuals, g):
+def _backward(of_block, residuals, g):
     x, weights, lora, ids, block, p = residuals
     mesh = jax.sharding.get_abstract_mesh()
     rows, lora_spec, p_spec = _specs(mesh, lora, p)
     replicas = tuple(a for a in sharding.mesh_axes("batch", mesh) if a not in sharding.mesh_axes("experts", mesh))
 
     def local(x, weights, lora, ids, block, p, g):
-        exchange = _exchange(mesh, x.shape[0], ids.shape[1], p["gate"]["w"].shape[0])
+        exchange = _exchange(mesh, x.shape[0], ids.shape[1], p["gate"]["w"].shape[0], of_block)
         dx, dw, dlora = exchange.back(Visits(x, ids, weights, block), p, lora, g)
         if replicas:
             dlora = jax.lax.psum(dlora, replicas)
@@ -127,23 +134,57 @@ def _backward(residuals, g):
 _sharded.defvjp(_forward, _backward)
 
 
-def _exchange(mesh: Any, tokens: int, per_token: int, experts: int) -> "Gather | AllToAll":
-    """The cheaper way for ``tokens`` tokens of each device."""
+def _exchange(mesh: Any, tokens: int, per_token: int, experts: int, of_block: int) -> "Gather | AllToAll":
+    """The cheaper way for ``tokens`` tokens of each device, ``of_block`` consecutive ones a block."""
     axes = sharding.mesh_axes("experts", mesh)
     split = tuple(a for a in axes if a in sharding.mesh_axes("batch", mesh))  # axes over which tokens differ
     same = tuple(a for a in axes if a not in split)  # axes over which devices hold the same tokens
     gathered = tokens * math.prod(mesh.shape[a] for a in split)
     ways = math.prod(mesh.shape[a] for a in axes)
     if gathered <= GATHER_TOKENS:
-        return Gather(axes, split, same, _room(gathered * per_token, ways), experts)
+        room = _room(gathered * per_token, ways), _room(min(of_block, gathered) * per_token, ways)
+        return Gather(axes, split, same, *room, experts)
     copies = math.prod(mesh.shape[a] for a in same)
-    room = _room(-(-tokens // copies) * per_token, ways)
-    return AllToAll(axes, same, copies, ways, room, experts, tuple(mesh.axis_names))
+    share = -(-tokens // copies)
+    ways_of_rows, starts = sharding.ways("batch", mesh), range(0, tokens, share)
+    shares = [(n * tokens + start, n * tokens + min(start + share, tokens) - 1) for n, start in product(range(ways_of_rows), starts)]
+    blocks = max(last // of_block - first // of_block + 1 for first, last in shares)
+    room = _room(min(of_block, share) * per_token, ways)
+    return AllToAll(axes, same, copies, ways, blocks, room, experts, tuple(mesh.axis_names))
 
 
 def _room(pairs: int, ways: int) -> int:
     """Pairs of a round between one device and one of ``ways`` others."""
     return min(pairs, -(-math.ceil(SLACK * pairs / ways) // 8) * 8)
+
+
+class Plan(NamedTuple):
+    """In which order pairs travel.
+
+    Attributes:
+        order: ``[M]`` pairs sorted by key, those that have none last.
+        first, count: ``[K]`` the first pair of each key, and how many it has.
+    """
+
+    order: jax.Array
+    first: jax.Array
+    count: jax.Array
+
+    @classmethod
+    def of(cls, key_M: jax.Array, keys: int) -> "Plan":
+        """Pairs by key, 0 to ``keys - 1``; ``keys`` is none."""
+        count = jnp.zeros((keys + 1,), jnp.int32).at[key_M].add(1)[:-1]
+        return cls(jnp.argsort(key_M, stable=True), jnp.cumsum(count) - count, count)
+
+    def rounds(self, room: int) -> jax.Array:
+        """How many it takes with ``room`` pairs of each key in one."""
+        return jnp.max(-(-self.count // room))
+
+    def round(self, r: jax.Array, room: int) -> tuple[jax.Array, jax.Array]:
+        """The pairs of round r, ``[K * room]``, and which of them are real."""
+        nth = r * room + jnp.arange(room, dtype=jnp.int32)[None]
+        at = jnp.clip(self.first[:, None] + nth, 0, self.order.shape[0] - 1)
+        return self.order[at].reshape(-1), (nth < self.count[:, None]).reshape(-1)
 
 
 def _weighted(x_ND, token_M, expert_M, block_M, weight_M, p, lora):
@@ -152,13 +193,17 @@ def _weighted(x_ND, token_M, expert_M, block_M, weight_M, p, lora):
 
 
 class Gather(NamedTuple):
-    """Every device sees all tokens and computes what its own experts owe them, ``room`` pairs a round.
+    """Every device sees all tokens and computes what its own experts owe them.
+
+    Forward the blocks share their room: a token's pairs are added in their order, whatever the round. Backward each has
+    its own, for the gradient of its adapter is a sum over rounds.
 
     Attributes:
         axes: mesh axes over which experts are split.
         split: those of them over which tokens are split too.
         same: the others.
-        room: pairs of a round.
+        room: pairs of a round forward.
+        room_back: pairs of a block in a round backward.
         experts: experts held here.
     """
 
@@ -166,6 +211,7 @@ class Gather(NamedTuple):
     split: tuple[str, ...]
     same: tuple[str, ...]
     room: int
+    room_back: int
     experts: int
 
     def _all(self, tree: Any) -> Any:
@@ -176,41 +222,34 @@ class Gather(NamedTuple):
         x = jax.lax.psum_scatter(x, self.split, scatter_dimension=0, tiled=True) if self.split else x
         return jax.lax.psum(x, self.same) if self.same else x
 
-    def _plan(self, v: Visits) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Pairs, those whose expert is here first; the local expert of every pair or -1; the rounds they need."""
+    def _plan(self, v: Visits, block_M: jax.Array, blocks: int) -> tuple[Plan, jax.Array]:
+        """The pairs whose expert is here, by block; and the local expert of every pair or -1."""
         local = v.ids.reshape(-1) - jax.lax.axis_index(self.axes) * self.experts
-        local = jnp.where((local >= 0) & (local < self.experts) & (v.ids.reshape(-1) >= 0), local, -1)
-        order = jnp.pad(jnp.argsort(local < 0, stable=True), (0, self.room))
-        return order, local, -(-jnp.sum(local >= 0) // self.room)
-
-    def _round(self, plan: Any, r: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The pairs of round r and their local experts, -1 behind the last."""
-        order, local, _ = plan
-        pair = jax.lax.dynamic_slice_in_dim(order, r * self.room, self.room)
-        real = r * self.room + jnp.arange(self.room) < jnp.sum(local >= 0)
-        return pair, jnp.where(real, local[pair], -1)
+        here = (local >= 0) & (local < self.experts) & (v.ids.reshape(-1) >= 0)
+        return Plan.of(jnp.where(here, block_M, blocks), blocks), jnp.where(here, local, -1)
 
     def run(self, v: Visits, p: Any, lora: Bound | None) -> jax.Array:
         v = self._all(v)
-        plan = self._plan(v)
+        plan, local = self._plan(v, jnp.zeros((v.ids.size,), jnp.int32), 1)
 
         def body(r, y):
-            pair, expert = self._round(plan, r)
-            token = pair // v.ids.shape[1]
+            pair, real = plan.round(r, self.room)
+            token, expert = pair // v.ids.shape[1], jnp.where(real, local[pair], -1)
             return y.at[token].add(_weighted(v.x, token, expert, v.block[token], v.weights.reshape(-1)[pair], p, lora))
 
-        y = jax.lax.fori_loop(0, plan[2], body, jnp.zeros(v.x.shape, jnp.float32))
+        y = jax.lax.fori_loop(0, plan.rounds(self.room), body, jnp.zeros(v.x.shape, jnp.float32))
         return self._own(y.astype(v.x.dtype))
 
     def back(self, v: Visits, p: Any, lora: Bound | None, g: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
         v, g = self._all((v, g))
-        plan = self._plan(v)
-        row = jnp.arange(self.room, dtype=jnp.int32)
+        blocks = 1 if lora is None else lora.total_blocks
+        plan, local = self._plan(v, jnp.repeat(v.block, v.ids.shape[1]), blocks)
+        row = jnp.arange(blocks * self.room_back, dtype=jnp.int32)
 
         def body(r, sums):
             dx_sum, dw_sum, dlora_sum = sums
-            pair, expert = self._round(plan, r)
-            token = pair // v.ids.shape[1]
+            pair, real = plan.round(r, self.room_back)
+            token, expert = pair // v.ids.shape[1], jnp.where(real, local[pair], -1)
             x, block, weight = v.x[token], v.block[token], v.weights.reshape(-1)[pair]
             _, vjp = jax.vjp(lambda x, w, lora: _weighted(x, row, expert, block, w, p, lora), x, weight, lora)
             dx, dw, dlora = vjp(g[token].astype(jnp.float32))
@@ -218,7 +257,7 @@ class Gather(NamedTuple):
             dlora_sum = jax.tree.map(lambda s, d: s + d.astype(s.dtype), dlora_sum, dlora)
             return dx_sum.at[token].add(dx.astype(jnp.float32)), dw_sum.at[pair].add(dw), dlora_sum
 
-        dx, dw, dlora = jax.lax.fori_loop(0, plan[2], body, _zero_sums(v, lora))
+        dx, dw, dlora = jax.lax.fori_loop(0, plan.rounds(self.room_back), body, _zero_sums(v, lora))
         return self._own(dx.astype(v.x.dtype)), self._own(dw.reshape(v.ids.shape)), _like(dlora, lora)
 
 
@@ -233,13 +272,14 @@ def _like(tree: Any, other: Any) -> Any:
 
 
 class AllToAll(NamedTuple):
-    """Each token goes to the devices of its experts, ``room`` pairs between two devices a round.
+    """Each token goes to the devices of its experts, ``room`` pairs of a block between two devices a round.
 
     Attributes:
         axes: mesh axes over which experts are split.
         same: those over which devices hold the same tokens: each takes its share of them.
         copies: devices that hold the same tokens.
         ways: W devices of the exchange.
+        blocks: most blocks that a device has tokens of.
         room: C.
         experts: experts held here.
         all_axes: every mesh axis, so that all devices make the same number of rounds.
@@ -249,6 +289,7 @@ class AllToAll(NamedTuple):
     same: tuple[str, ...]
     copies: int
     ways: int
+    blocks: int
     room: int
     experts: int
     all_axes: tuple[str, ...]
@@ -267,23 +308,15 @@ class AllToAll(NamedTuple):
     def _whole(self, x: jax.Array, tokens: int) -> jax.Array:
         return jax.lax.all_gather(x, self.same, axis=0, tiled=True)[:tokens] if self.same else x
 
-    def _plan(self, v: Visits) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Pairs sorted by device, each device's first one and number of them, and the rounds they need."""
-        device = jnp.where(v.ids.reshape(-1) >= 0, v.ids.reshape(-1) // self.experts, self.ways)
-        order = jnp.argsort(device, stable=True)
-        count_W = jnp.zeros((self.ways + 1,), jnp.int32).at[device].add(1)[:-1]
-        rounds = jax.lax.pmax(jnp.max(-(-count_W // self.room)), self.all_axes)
-        return order, jnp.cumsum(count_W) - count_W, count_W, rounds
-
-    def _round(self, plan: Any, r: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The pairs that leave in round r, ``[W * C]``, and which of them are real."""
-        order, first_W, count_W, _ = plan
-        nth = r * self.room + jnp.arange(self.room, dtype=jnp.int32)[None]
-        at = jnp.clip(first_W[:, None] + nth, 0, order.shape[0] - 1)
-        return order[at].reshape(-1), (nth < count_W[:, None]).reshape(-1)
+    def _plan(self, v: Visits) -> tuple[Plan, jax.Array]:
+        """Pairs by device and block, and the rounds they need."""
+        keys, ids = self.ways * self.blocks, v.ids.reshape(-1)
+        block = jnp.repeat(v.block - v.block[0], v.ids.shape[1])  # among those here, which are consecutive
+        plan = Plan.of(jnp.where(ids >= 0, ids // self.experts * self.blocks + block, keys), keys)
+        return plan, jax.lax.pmax(plan.rounds(self.room), self.all_axes)
 
     def _swap(self, tree: Any) -> Any:
-        """``[W * C, ...]``: what is for device w goes there, what comes from w stands at its place."""
+        """``[W * blocks * C, ...]``: what is for device w goes there, what comes from w stands at its place."""
         return jax.tree.map(lambda x: jax.lax.all_to_all(x, self.axes, split_axis=0, concat_axis=0, tiled=True), tree)
 
     def _send(self, v: Visits, pair: jax.Array, real: jax.Array) -> Any:
@@ -295,27 +328,27 @@ class AllToAll(NamedTuple):
     def run(self, v: Visits, p: Any, lora: Bound | None) -> jax.Array:
         tokens, dtype = v.x.shape[0], v.x.dtype
         v = self._share_visits(v)
-        plan = self._plan(v)
-        row = jnp.arange(self.ways * self.room, dtype=jnp.int32)
+        plan, rounds = self._plan(v)
+        row = jnp.arange(self.ways * self.blocks * self.room, dtype=jnp.int32)
 
         def body(r, y):
-            pair, real = self._round(plan, r)
+            pair, real = plan.round(r, self.room)
             x, expert, block, weight = self._send(v, pair, real)
             back = self._swap(_weighted(x, row, expert, block, weight, p, lora).astype(dtype))
             return y.at[pair // v.ids.shape[1]].add(jnp.where(real[:, None], back, 0).astype(jnp.float32))
 
-        y = jax.lax.fori_loop(0, plan[3], body, jnp.zeros(v.x.shape, jnp.float32))
+        y = jax.lax.fori_loop(0, rounds, body, jnp.zeros(v.x.shape, jnp.float32))
         return self._whole(y.astype(dtype), tokens)
 
     def back(self, v: Visits, p: Any, lora: Bound | None, g: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
         tokens = v.x.shape[0]
         v, g = self._share_visits(v), self._share(g)
-        plan = self._plan(v)
-        row = jnp.arange(self.ways * self.room, dtype=jnp.int32)
+        plan, rounds = self._plan(v)
+        row = jnp.arange(self.ways * self.blocks * self.room, dtype=jnp.int32)
 
         def body(r, sums):
             dx_sum, dw_sum, dlora_sum = sums
-            pair, real = self._round(plan, r)
+            pair, real = plan.round(r, self.room)
             token = pair // v.ids.shape[1]
             x, expert, block, weight = self._send(v, pair, real)
             g_row = self._swap(jnp.where(real[:, None], g[token], 0))
@@ -326,5 +359,5 @@ class AllToAll(NamedTuple):
             dw_sum = dw_sum.at[pair].add(jnp.where(real, dw, 0.0))
             return dx_sum, dw_sum, jax.tree.map(lambda s, d: s + d.astype(s.dtype), dlora_sum, dlora)
 
-        dx, dw, dlora = jax.lax.fori_loop(0, plan[3], body, _zero_sums(v, lora))
+        dx, dw, dlora = jax.lax.fori_loop(0, rounds, body, _zero_sums(v, lora))
         return self._whole(dx.astype(v.x.dtype), tokens), self._whole(dw.reshape(v.ids.shape), tokens), _like(dlora, lora)

@@ -9,6 +9,7 @@ bucket, R rank. Adapter factors are packed, ``[P, E, R, D]`` and ``[P, E, R, F]`
 
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -71,6 +72,8 @@ def expert_mlp(x_ND: jax.Array, token_M: jax.Array, expert_M: jax.Array, block_M
         p: ``{"gate": {"w": [E, D, F]}, "up": ..., "down": {"w": [E, F, D]}}``.
         lora: this layer's adapters of the experts.
     """
+    chex.assert_rank([x_ND, token_M], [2, 1])
+    chex.assert_equal_shape([token_M, expert_M, block_M])
     blocks = 1 if lora is None else lora.total_blocks
     order = sort_rows(expert_M, block_M, p["gate"]["w"].shape[0], blocks)
     x = x_ND[token_M[order.order]]

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -38,6 +39,8 @@ def grouped_matmul(
         sizes_G: int32 rows of each group, zero allowed; their sum is at most M.
         index_G: which matrix each group has; None: group g has matrix g.
     """
+    chex.assert_rank([x_MK, w_WKN, sizes_G], [2, 3, 1])
+    chex.assert_axis_dimension(w_WKN, 2 if transposed else 1, x_MK.shape[1])
     return _grouped(x_MK, w_WKN, sizes_G, index_G, transposed)  # type: ignore[return-value]
 
 

@@ -83,8 +83,9 @@ def batched_product(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         x = rows.take(x, of_x)
         if shared:
             return rows.back(call(x, w, jnp.sum(sizes_PG, axis=0, dtype=sizes.dtype), index)), True
+        if index is None:
+            index = jnp.arange(sizes_PG.shape[1], dtype=jnp.int32)
         if of_w:
-            index = jnp.arange(sizes_PG.shape[1], dtype=jnp.int32) if index is None else index
             index, w = _own_index(index, bool(of_index), P, w.shape[1]), joined(w, True, P)
         else:
             index = joined(index, True, P)

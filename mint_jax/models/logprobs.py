@@ -9,6 +9,7 @@ Axes: B rows, M target positions of a row, V vocab, D model width, C positions o
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -24,6 +25,8 @@ def target_logprobs(params: Any, lora: Bound | None, h_BMD: jax.Array, targets_B
 
     Memory is bounded by ``SLICE_BYTES``, or one position of every row, whatever M and V are.
     """
+    chex.assert_rank(targets_BM, 2)
+    chex.assert_shape(h_BMD, (*targets_BM.shape, unembed_table(params).shape[1]))
     if lora is not None and any(lora.at("unembed").buckets):
         return _with_adapters(params, lora, h_BMD, targets_BM)
     return _frozen(h_BMD, jax.lax.stop_gradient(unembed_table(params)), targets_BM)

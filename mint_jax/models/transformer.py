@@ -8,6 +8,7 @@ Axes: B rows, T tokens, L layers, V vocab, D model width, F ffw width, N query h
 
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -104,6 +105,9 @@ def hidden_states(
         attention ``{"latent": [L, B, T, C], "rope": [L, B, T, J]}``, with ``index`` where keys are chosen; and for MoE
         layers ``"routes"``, int32 ``[L, B, T, X]``, and ``"missed"``, see ``router.Route``.
     """
+    chex.assert_rank([tokens_BT, positions_BT], 2)
+    chex.assert_equal_shape([tokens_BT, positions_BT, *(segments or ())])
+    chex.assert_rank([] if replay is None else [replay], 4)
     if segments is None and cache is None:
         zeros = jnp.zeros_like(tokens_BT)
         segments = Segments(zeros, zeros)
@@ -184,6 +188,7 @@ def embed(params: Any, lora: Bound | None, tokens_BT: jax.Array) -> jax.Array:
 
 def logits(params: Any, lora: Bound | None, h_BTD: jax.Array) -> jax.Array:
     """``[B, T, V]`` float32, with the deltas of adapters that target ``unembed``."""
+    chex.assert_shape(h_BTD, (None, None, unembed_table(params).shape[1]))
     with jax.named_scope("unembed"):
         out = jnp.einsum("BTD,VD->BTV", h_BTD, unembed_table(params), preferred_element_type=jnp.float32)
         delta = None if lora is None else batch_delta(h_BTD, lora.at("unembed"), out.shape[-1])

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -18,6 +19,7 @@ from flax import struct
 from mint_jax import sharding
 from mint_jax.lora.apply import Bound
 from mint_jax.models.config import ModelConfig
+from mint_jax.models.precision import as_stored
 from mint_jax.models.transformer import hidden_states, logits
 from mint_jax.rollout.sample import SamplingParams, sample
 
@@ -77,6 +79,7 @@ def placed(cache: Any) -> Any:
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "rollouts", "new_tokens", "keep_routes"))
+@as_stored
 def prefill(
     params: Any,
     lora: Bound | None,
@@ -103,6 +106,7 @@ def prefill(
         The prompts' cache, the state of decoding after one token, and the prompts' experts ``[L, Q, T, X]`` if asked for.
     """
     Q, T = prompts_QT.shape
+    chex.assert_shape([lengths_Q, limits.max_tokens], [(Q,), (Q * rollouts,)])
     positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (Q, T))
     h, kept = hidden_states(params, lora, prompts_QT, positions, cfg, keep_kv=True, keep_routes=keep_routes)
     prompt_cache, prompt_routes = _split_routes(kept, cfg)
@@ -146,6 +150,7 @@ def _draw(state: Decoding, logits_BV: jax.Array, sampling: SamplingParams, limit
 
 
 @functools.partial(jax.jit, static_argnames=("cfg",), donate_argnames=("state",))
+@as_stored
 def decode(
     params: Any,
     lora: Bound | None,

@@ -15,6 +15,7 @@ Axes: B rows, V vocab.
 
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 
@@ -49,6 +50,8 @@ def sample(logits_BV: jax.Array, params: SamplingParams, position: jax.Array) ->
         distribution that was drawn from, which are what a trainer's importance ratio needs. The two are equal where the temperature
         is 1 and nothing filters, and where decoding is greedy.
     """
+    chex.assert_rank(logits_BV, 2)
+    chex.assert_shape(list(params), logits_BV.shape[:1])
     hot = params.temperature > 0
     z_BV = (logits_BV - jnp.max(logits_BV, axis=-1, keepdims=True)) / jnp.where(hot, params.temperature, 1.0)[:, None]
     filters = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)

@@ -20,10 +20,12 @@ from mint_jax.lora.tree import Slot, Stacks, check_resident
 from mint_jax.models.base import Base
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.logprobs import target_logprobs
+from mint_jax.models.precision import as_stored
 from mint_jax.models.transformer import hidden_states
 
 
 @functools.partial(jax.jit, static_argnames=("cfg",))
+@as_stored
 def next_token_logprobs(params: Any, lora: Bound | None, tokens_BT: jax.Array, *, cfg: ModelConfig) -> jax.Array:
     """``log p(tokens[t + 1] | tokens[:t + 1])``, ``[B, T - 1]`` float32."""
     B, T = tokens_BT.shape

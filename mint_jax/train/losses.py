@@ -23,6 +23,7 @@ Axes: B rows, M target positions of a row, Z pairs.
 
 from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -83,6 +84,8 @@ def policy_loss(logp_BM: jax.Array, targets: Targets, coefs: LossCoefs) -> tuple
         ``_sum`` are sums over them; ``max_gap`` is a maximum.
     """
     t = targets
+    chex.assert_rank(logp_BM, 2)
+    chex.assert_equal_shape([logp_BM, t.weights, t.advantages, t.old_logp, t.ref_logp, t.sequence])
     mask = (t.weights != 0).astype(jnp.float32)
     log_ratio = jnp.where(mask > 0, logp_BM - t.old_logp, 0.0)
     ratio = jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))

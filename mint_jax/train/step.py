@@ -23,6 +23,7 @@ from mint_jax.models import transformer
 from mint_jax.models.attention import Segments
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.logprobs import target_logprobs
+from mint_jax.models.precision import as_stored
 from mint_jax.train import state as state_lib
 from mint_jax.train.batch import Batch
 from mint_jax.train.losses import LossCoefs, policy_loss
@@ -57,12 +58,14 @@ def batch_logprobs(
 
 
 @functools.partial(jax.jit, static_argnames=("cfg",))
+@as_stored
 def score(params: Any, batch: Batch, *, cfg: ModelConfig) -> jax.Array:
     """Logprobs of a batch under the bare base: the reference of KL terms and DPO costs no second model."""
     return batch_logprobs(params, None, batch, cfg)[0]
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "remat"), donate_argnames=("state",))
+@as_stored
 def forward_backward(
     params: Any, state: State, batch: Batch, coefs: LossCoefs, slots: Slots, *, cfg: ModelConfig, remat: str = "none"
 ) -> tuple[State, jax.Array, dict[str, jax.Array]]:

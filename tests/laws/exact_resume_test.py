@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -72,9 +73,9 @@ def test_restored_training_state_continues_bit_for_bit(tiny_base, rng, tmp_path)
     again.close()
     assert (step, extra) == (3, {"step": 3})
     resumed.state = {int(b): stack for b, stack in arrays.items()}
-    jax.tree.map(np.testing.assert_array_equal, resumed.state, saved)
+    chex.assert_trees_all_equal(resumed.state, saved)
     second_half(resumed)
-    jax.tree.map(np.testing.assert_array_equal, resumed.state, whole.state)
+    chex.assert_trees_all_equal(resumed.state, whole.state)
     assert any(np.any(x != y) for x, y in zip(jax.tree.leaves(whole.state[4].adapters), jax.tree.leaves(saved[4].adapters)))
 
 

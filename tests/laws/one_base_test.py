@@ -3,6 +3,7 @@
 import gc
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -119,4 +120,4 @@ def test_training_and_sampling_leave_the_base_as_it_was(trainer, rng):
     before = jax.device_get(base.params)
     trainer.update({name: random_groups(rng, base.cfg.vocab_size) for name in trainer.slots})
     DenseEngine(base).generate([Request((5, 6), slot, max_tokens=2) for slot in trainer.slots.values()], trainer.stacks)
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(base.params), before)
+    chex.assert_trees_all_equal(jax.device_get(base.params), before)

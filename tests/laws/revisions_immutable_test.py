@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -74,7 +75,7 @@ def test_digest_covers_payload_schema_and_base(tiny_base, rng, catalog):
     digests = [catalog.export(f"p{i}", other, 1, create=True).digest for i, other in enumerate(others)]
     assert len({made.digest, *digests}) == 5
     loaded, found = unpack(catalog.load(made.digest))
-    jax.tree.map(np.testing.assert_array_equal, loaded, adapter)
+    chex.assert_trees_all_equal(loaded, adapter)
     assert found == schema
 
 
@@ -128,7 +129,7 @@ def test_a_revision_samples_the_same_tokens_while_its_policy_trains_on(tiny_base
         training = jax.tree.map(np.array, trainer.state)
         assert sample(*resident) == first
         assert sample(*load(digest)) == first
-        jax.tree.map(np.testing.assert_array_equal, trainer.state, training)
+        chex.assert_trees_all_equal(trainer.state, training)
     assert sample(trainer.slots["a"], trainer.stacks) != first, "the policy did not move"
     catalog.export("a", pack(trainer.adapter("a"), Schema(base.fingerprint, CONFIG)), 2)
     assert catalog.resolve("a").digest != digest == catalog.resolve("a@1").digest
@@ -141,7 +142,7 @@ def test_a_snapshot_is_not_touched_by_later_updates(tiny_base, rng):
     before, taken = trainer.adapter("a"), trainer.snapshot("a")
     for _ in range(2):
         trainer.update({"a": random_groups(rng, base.cfg.vocab_size)})
-    jax.tree.map(np.testing.assert_array_equal, jax.device_get(taken), before)
+    chex.assert_trees_all_equal(jax.device_get(taken), before)
     assert any(np.any(x != y) for x, y in zip(jax.tree.leaves(trainer.adapter("a")), jax.tree.leaves(before)))
 
 
@@ -247,7 +248,7 @@ def test_an_adapter_of_another_base_is_refused(tiny_base, rng, tmp_path):
     made = jobs.main.export("p", pack(adapter, Schema(mine.fingerprint, CONFIG)), 1, create=True)
     for name in ("p@1", "p@latest", "default/p@1", made.digest, made.digest[:10], "p"):
         loaded = read_adapter(name, mine, jobs)
-        jax.tree.map(np.testing.assert_array_equal, loaded.adapter, adapter)
+        chex.assert_trees_all_equal(loaded.adapter, adapter)
         assert (loaded.digest, str(loaded.revision)) == (made.digest, "p@1")
     with pytest.raises(UserError, match=f"was trained on base {mine.fingerprint[:12]}, this is {other.fingerprint[:12]}"):
         read_adapter(made.digest, other, jobs)  # every shape would fit

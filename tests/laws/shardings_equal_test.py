@@ -3,6 +3,7 @@
 import json
 import os
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -163,7 +164,7 @@ def test_eight_devices_equal_one(family, name, problem):
     assert many["tokens"] == one["tokens"]  # greedy; two logits within 1e-6 of each other are not expected in 72 tokens
     # float32: parts summed on several devices are added in another order, units of the last place of terms up to about 10
     for key in ("sampled", "scores", "train", "update"):
-        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-5), many[key], one[key])
+        chex.assert_trees_all_close(many[key], one[key], rtol=1e-4, atol=2e-5)
     largest = max(np.abs(x).max() for x in jax.tree.leaves(one["gradients"]))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=1e-5 * largest), many["gradients"], one["gradients"])
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), many["adapters"], one["adapters"])
+    chex.assert_trees_all_close(many["gradients"], one["gradients"], rtol=0, atol=1e-5 * largest)
+    chex.assert_trees_all_close(many["adapters"], one["adapters"], rtol=1e-5, atol=1e-6)

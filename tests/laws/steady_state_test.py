@@ -2,13 +2,17 @@
 
 import contextlib
 
+import chex
 import jax
 import numpy as np
+import pytest
 
 from mint_jax.catalog.packed import Schema, pack
 from mint_jax.lora.tree import AdapterConfig
+from mint_jax.rollout import generate, score
 from mint_jax.rollout.engine import DenseEngine, Request
 from mint_jax.rollout.score import Scorer
+from mint_jax.train import step
 from mint_jax.train.batch import Group, Sequence
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 
@@ -54,6 +58,20 @@ def grpo_step(trainer, engine, scorer, rng, lengths) -> None:
         pack(trainer.adapter(name), Schema(trainer.base.fingerprint, trainer.policies[name].adapter))
 
 
+# What the model's programs are traced through -> how often: by training and the base's score; by prefill and decode; by scoring.
+ONCE_A_PROGRAM = {(step, "batch_logprobs"): 2, (generate, "sample"): 2, (score, "target_logprobs"): 1}
+
+
+@pytest.fixture
+def traced_once(monkeypatch):
+    """A program that is traced a second time is an error, with what of it was traced."""
+    chex.clear_trace_counter()
+    jax.clear_caches()
+    for (module, name), times in ONCE_A_PROGRAM.items():
+        monkeypatch.setattr(module, name, chex.assert_max_traces(getattr(module, name), times))
+
+
+@pytest.mark.usefixtures("traced_once")
 def test_steady_state_compiles_nothing(tiny_base, rng):
     base, loss = tiny_base("llama"), LossConfig(kl_kind="k3", kl=0.1)  # the base's logprobs are needed, too
     trainer = Trainer(base, [PolicyConfig(n, AdapterConfig(r), loss=loss, seed=i) for i, (n, r) in enumerate(RANKS.items())])

@@ -5,6 +5,7 @@ import runpy
 import sys
 from pathlib import Path
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -126,4 +127,4 @@ def test_every_sampled_token_names_the_revision_that_drew_it(run_job, tmp_path):
         sampled = job.rollout(["ppo"], step)["ppo"]
         assert [[c.tokens for c in group] for group in sampled.completions] == alone
         assert sampled.revision == digest
-        jax.tree.map(np.testing.assert_array_equal, job.trainer.state, before)
+        chex.assert_trees_all_equal(job.trainer.state, before)

@@ -3,6 +3,7 @@
 import functools
 import json
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,7 +56,7 @@ def test_peft_loads_what_we_write_and_reading_it_back_is_exact(config, rng, tiny
     back, read = read_peft(tmp_path / "out", names, shapes)
     assert read == AdapterConfig(config.rank, config.alpha, read.targets, config.rslora)
     assert set(read.targets) == set(config.targets)
-    jax.tree.map(np.testing.assert_array_equal, back, adapter)
+    chex.assert_trees_all_equal(back, adapter)
 
 
 @pytest.mark.parametrize("rslora", [False, True])
@@ -185,7 +186,7 @@ def test_dense_layers_and_shared_experts_beside_routed_ones_are_not_dropped(rslo
     # merging rounds every weight once more: float32 noise over 3 layers
     np.testing.assert_allclose(theirs, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
     back, _ = read_peft(tmp_path / "out", names, shapes)
-    jax.tree.map(np.testing.assert_array_equal, back, adapter)
+    chex.assert_trees_all_equal(back, adapter)
 
 
 def test_dense_layers_and_shared_experts_that_peft_left_out_are_zero(rng, deepseek, tmp_path):

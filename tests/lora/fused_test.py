@@ -1,6 +1,6 @@
 """Fused adapters of routed experts: files by PEFT's ``save_pretrained`` have PEFT's logits here, other layouts are refused."""
 
-import jax
+import chex
 import numpy as np
 import peft
 import pytest
@@ -145,7 +145,7 @@ def test_swapped_files_of_old_peft_read_the_same(parameters, saved, tiny_base):
     edit_config(directory, peft_version="0.18.1")
     swapped, same = read_peft(directory, names, shapes)
     assert same == config
-    jax.tree.map(np.testing.assert_array_equal, swapped, plain)
+    chex.assert_trees_all_equal(swapped, plain)
 
 
 SQUARE = {  # experts of a base in which one of the two parameters is square: name -> (model's width, an expert's)

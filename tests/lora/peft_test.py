@@ -4,6 +4,7 @@ import json
 import shutil
 import warnings
 
+import chex
 import jax
 import numpy as np
 import peft
@@ -85,7 +86,7 @@ def test_peft_loads_what_we_write_and_reading_it_back_is_exact(family, config, r
     back, read = read_peft(tmp_path / "out", names, shapes)
     assert read == AdapterConfig(config.rank, config.alpha, read.targets, config.rslora)
     assert set(read.targets) == set(config.targets)
-    jax.tree.map(np.testing.assert_array_equal, back, adapter)
+    chex.assert_trees_all_equal(back, adapter)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"], "nothing of the staging may stay"
 
 
@@ -252,7 +253,7 @@ def test_a_directory_in_use_is_not_overwritten_and_an_empty_one_is_filled(rng, t
     write_peft(tmp_path / "out", adapter, config, names)
     with pytest.raises(UserError, match="out is not empty: choose a new directory, or remove it"):
         write_peft(tmp_path / "out", random_adapter(rng, base, config), config, names)
-    jax.tree.map(np.testing.assert_array_equal, read_peft(tmp_path / "out", names, shapes)[0], adapter)
+    chex.assert_trees_all_equal(read_peft(tmp_path / "out", names, shapes)[0], adapter)
 
 
 def test_an_export_that_fails_leaves_nothing(rng, tiny_base, tmp_path):

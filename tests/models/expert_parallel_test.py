@@ -118,9 +118,30 @@ def test_a_base_without_adapters(way, rng):
 def test_few_tokens_are_gathered_and_many_exchanged():
     mesh = make_mesh(MESHES["expert4-tensor2"]).abstract_mesh
     most = expert_parallel.GATHER_TOKENS // 4  # tokens of a device: four devices have different ones
-    assert isinstance(expert_parallel._exchange(mesh, most, X, 2), Gather)
-    exchange = expert_parallel._exchange(mesh, most + 1, X, 2)
+    assert isinstance(expert_parallel._exchange(mesh, most, X, 2, 4 * most), Gather)
+    exchange = expert_parallel._exchange(mesh, most + 1, X, 2, 4 * (most + 1))
     assert isinstance(exchange, AllToAll)
+    assert exchange.blocks == 1
     pairs = -(-(most + 1) // 2) * X  # the two devices of ``tensor`` share the work
     assert exchange.room >= expert_parallel.SLACK * pairs / 8
     assert exchange.room < expert_parallel.SLACK * pairs / 8 + 8, "what a device sends at once must not grow with the number of devices"
+
+    many = expert_parallel._exchange(mesh, 2 * most, X, 2, most // 4)  # a device's share are four policies' tokens
+    assert (many.blocks, many.blocks * many.room) == (4, expert_parallel._exchange(mesh, 2 * most, X, 2, 8 * most).room), (
+        "as much is sent for many policies as for one"
+    )
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+def test_another_policy_s_routing_changes_no_bit(sizes, way, rng):
+    """Which round a token travels in, and what is added in which order, follows from its own policy's tokens."""
+    x, ids, weights, p, lora, g = _problem(rng, rows=4)
+    mine = np.arange(len(x)) // 4 != 1
+    y, grads = _over_mesh(MESHES[sizes], x, ids, weights, p, lora, g)
+    crowded = jnp.where(mine[:, None, None], ids, jnp.array([0, 1, 2]))  # the second block's all go to one device or two
+    other_y, other_grads = _over_mesh(MESHES[sizes], x, crowded, weights, p, lora, g)
+    for got, want in ((other_y[mine], y[mine]), (other_grads[0][mine], grads[0][mine]), (other_grads[1][mine], grads[1][mine])):
+        np.testing.assert_array_equal(got, want)
+    for got, want in zip(jax.tree.leaves(other_grads[2]), jax.tree.leaves(grads[2])):
+        others = [i for i in range(len(got)) if not (len(got) == 2 and i == 1)]  # that block is the second of the first bucket
+        np.testing.assert_array_equal(got[np.array(others)], want[np.array(others)])

@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import chex
 import jax
 import ml_dtypes
 import numpy as np
@@ -34,7 +35,7 @@ def _load(directory, mesh, dtype=np.float32):
 
 
 def _equal(tree, other):
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)), tree, other)
+    chex.assert_trees_all_equal(tree, other)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """An 8-bit base: the values it stores, the bytes it takes, and that it computes what its dequantised weights would."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,7 +73,7 @@ def test_matrices_take_a_quarter_of_float32(hf_dirs, mesh):
 def test_shards_are_parts_of_the_whole(hf_dirs, mesh):
     one = base_lib.load(str(hf_dirs("llama")), mesh, quantise="int8")
     split = base_lib.load(str(hf_dirs("llama")), make_mesh({"data": 4, "fsdp": 2}), quantise="int8")
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), one.params, split.params)
+    chex.assert_trees_all_equal(one.params, split.params)
 
 
 def test_an_unknown_kind_is_refused_before_anything_is_read(mesh):

@@ -1,5 +1,6 @@
 """Writes into slots: equal to ``write_slot``, whatever the rank, targets, dtype, pieces and mesh; in place; nothing else moves."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -41,7 +42,7 @@ def test_a_write_equals_write_slot_and_leaves_other_slots_alone(rng, tiny_base, 
         expected = lora_tree.write_slot(expected, index, adapter, config.scale)
         found = slots.stacks[4]
         assert jax.tree.structure(found) == jax.tree.structure(expected)
-        jax.tree.map(np.testing.assert_array_equal, found, expected)
+        chex.assert_trees_all_equal(found, expected)
 
 
 def test_stacks_may_be_stored_in_half_the_bytes(rng, tiny_base):
@@ -78,6 +79,6 @@ def test_on_a_mesh_slots_are_split_as_the_base_and_hold_the_same(rng, tiny_base,
     for slots in (one, eight):
         fill(slots, Slot(4, 1), adapter, config)
         fill(slots, Slot(4, 0), adapter, config)
-    jax.tree.map(np.testing.assert_array_equal, one.stacks[4], eight.stacks[4])
+    chex.assert_trees_all_equal(one.stacks[4], eight.stacks[4])
     split = eight.stacks[4].factors["dense"]["mlp"]["up"]["b"]
     assert split.addressable_shards[0].data.size == split.size // 2, "up's outputs are split over tensor"

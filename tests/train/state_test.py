@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,8 +64,8 @@ def test_starting_a_policy_resets_its_slot_and_leaves_the_others_bit_identical(r
     adapter = jax.tree.map(lambda s: rng.normal(size=s.shape).astype(np.float32), tree.adapter_specs(SPECS, config))
     after = state_lib.start(state, config, 1, adapter, opt)
     for slot in (0, 2):
-        jax.tree.map(np.testing.assert_array_equal, slot_of(after[4], slot), slot_of(state[4], slot))
-    jax.tree.map(np.testing.assert_array_equal, after[1], state[1])
+        chex.assert_trees_all_equal(slot_of(after[4], slot), slot_of(state[4], slot))
+    chex.assert_trees_all_equal(after[1], state[1])
     mine = slot_of(after[4], 1)
     q = mine.adapters.factors["dense"]["attn"]["q"]
     for name in ("a", "b"):

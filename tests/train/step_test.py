@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -289,12 +290,12 @@ def test_a_gradient_that_is_not_finite_is_skipped_for_its_policy_alone(bad, rng)
     got, metrics = optim_step(spoilt, {4: jnp.array([0, 1])})
     np.testing.assert_array_equal(metrics["skipped"], [0, 1])
     kept, old = slot_of(got[4], 1), slot_of(before[4], 1)
-    jax.tree.map(np.testing.assert_array_equal, (kept.adapters, kept.opt), (old.adapters, old.opt))
+    chex.assert_trees_all_equal((kept.adapters, kept.opt), (old.adapters, old.opt))
     assert not any(np.any(x) for x in jax.tree.leaves(kept.grad_sum))
     assert (kept.steps, kept.skipped, old.steps, old.skipped) == (1, 1, 1, 0)
-    jax.tree.map(np.testing.assert_array_equal, slot_of(got[4], 0), slot_of(fine[4], 0))  # as if its neighbour were sound
+    chex.assert_trees_all_equal(slot_of(got[4], 0), slot_of(fine[4], 0))  # as if its neighbour were sound
     assert slot_of(got[4], 0).steps == 2
-    jax.tree.map(np.testing.assert_array_equal, slot_of(got[4], 2), slot_of(before[4], 2))  # not named: not touched
-    jax.tree.map(np.testing.assert_array_equal, got[2], before[2])
+    chex.assert_trees_all_equal(slot_of(got[4], 2), slot_of(before[4], 2))  # not named: not touched
+    chex.assert_trees_all_equal(got[2], before[2])
     sound, metrics = optim_step(with_gradients(got, rng, CONFIGS), {4: jnp.array([1])})
     assert (metrics["skipped"][0], sound[4].steps[1], sound[4].skipped[1]) == (0, 2, 1)

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import chex
 import jax
 import numpy as np
 import pytest
@@ -113,7 +114,7 @@ def test_gradients_go_to_the_named_policies_only(rng, tiny_base):
     trainer.update({"b": [random_group(rng, 5, (6, 6))], "a": [random_group(rng, 5, (6, 6))]})
     after = host_copy(trainer.state)
     mine = lambda state: jax.tree.map(lambda x: x[1] if x.ndim == 1 else x[:, 1], state[4])  # noqa: E731
-    jax.tree.map(np.testing.assert_array_equal, mine(after), mine(before))
+    chex.assert_trees_all_equal(mine(after), mine(before))
     np.testing.assert_array_equal(after[4].steps, [1, 0])
     assert any(np.any(x) for x in jax.tree.leaves(mine(after).grad_sum))
     assert all(trainer.stacks[b] is trainer.state[b].adapters for b in (2, 4)), "sampling reads the very arrays that are trained"
@@ -126,10 +127,10 @@ def test_a_policy_s_adapter_comes_back_at_its_own_rank_and_targets(rng, tiny_bas
     for name, adapter in adapters.items():
         trainer.load_adapter(name, adapter)
     for name, adapter in adapters.items():
-        jax.tree.map(np.testing.assert_array_equal, trainer.adapter(name), adapter)
+        chex.assert_trees_all_equal(trainer.adapter(name), adapter)
     fresh = tree.init_adapter(trainer.specs, A.adapter, jax.random.key(7))
     reseeded = Trainer(base, [dataclasses.replace(A, seed=7)])
-    jax.tree.map(np.testing.assert_array_equal, reseeded.adapter("a"), multihost.to_host(fresh))
+    chex.assert_trees_all_equal(reseeded.adapter("a"), multihost.to_host(fresh))
 
 
 def test_reference_logprobs_are_those_of_the_bare_model(rng, tiny_base, hf_dirs):
@@ -249,7 +250,7 @@ def test_a_policy_without_groups_is_refused_and_not_updated(rng, tiny_base):
     before = trainer.adapter("b")
     with pytest.raises(UserError, match="no sequences to train on"):
         trainer.update({"a": [random_group(rng, 5, (6, 6))], "b": []})
-    jax.tree.map(np.testing.assert_array_equal, trainer.adapter("b"), before)
+    chex.assert_trees_all_equal(trainer.adapter("b"), before)
 
 
 def test_a_sequence_beyond_the_context_is_refused(rng, tiny_base):
