@@ -20,10 +20,12 @@ class Settings(settings.WithCatalog):
     Attributes:
         revision: policy@alias, policy@12, a digest, or a PEFT directory.
         output: the folder to be written.
+        base_name: what it calls its base; empty: the base's absolute folder, or its name on the hub.
     """
 
     revision: Place = ""
     output: Place = ""
+    base_name: str = ""
 
 
 def run(config: Config, workdir: Path) -> dict[str, Any]:
@@ -33,7 +35,7 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     with catalogs.reading(config) as catalog:
         loaded = adapters.read_adapter(config.revision, base, catalog)
     names, _ = peft_tables(base.cfg)
-    base_name = config.get("base_name", "") or public_name(config.base)
+    base_name = config.base_name or public_name(config.base)
     peft.write_peft(config.output, loaded.adapter, loaded.config, names, base_name, hf.is_moe_type(base.cfg))
     common.say(f"wrote {config.output}: load it with peft.AutoPeftModelForCausalLM.from_pretrained({config.output!r}), on base {base_name}")
     return {"job": "export", "name": config.revision, "revision": loaded.digest, "output": config.output}

@@ -23,7 +23,7 @@ import os, runpy, sys
 from pathlib import Path
 import jax
 from mint_jax.catalog.cli.parser import main
-from mint_jax.jobs import sample
+from mint_jax.jobs import sample, settings
 
 folder, base, out, *commands = sys.argv[1:]
 if os.getuid() == 0:
@@ -36,7 +36,7 @@ except OSError:
     print("may not write", flush=True)
 for command in commands:
     print("status", main([f"--catalog={{folder}}", *command.split()]), flush=True)
-config = runpy.run_path("configs/sample.py")["get_config"]()
+config = settings.complete(runpy.run_path("configs/sample.py")["get_config"]())
 config.update(base=base, catalog=folder, input=f"{{out}}/in.jsonl", output=f"{{out}}/out.jsonl")
 config.sampling.max_tokens = 3
 print("sampled", sample.run(config, Path(out) / "work")["tokens"], flush=True)

@@ -12,7 +12,7 @@ import orbax.checkpoint as ocp
 from mint_jax import nested
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import unpack
-from mint_jax.jobs import sft, training
+from mint_jax.jobs import settings, sft, training
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny" / "sft.py"
 PLAIN = """
@@ -40,7 +40,7 @@ np.savez(out, **arrays)
 def tiny(**changes):
     config = runpy.run_path(str(TINY))["get_config"]()
     config.update(changes)
-    return config
+    return settings.complete(config)
 
 
 def newest(workdir: Path) -> Path:
