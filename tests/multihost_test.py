@@ -48,7 +48,7 @@ def together(commands: list[list[str]], folder: Path, timeout: float, **environm
     """
     folder.mkdir(parents=True, exist_ok=True)
     shared = {k: v for k, v in os.environ.items() if not k.startswith("MINT_PROCESS") and k != "MINT_COORDINATOR"} | {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={8 // len(commands)}",
+        "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count={8 // len(commands)}",  # the last one counts
         "TF_CPP_MIN_LOG_LEVEL": "2",  # the partitioner's and gloo's remarks
         "PYTHONPATH": str(ROOT),
     }
