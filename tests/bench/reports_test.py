@@ -52,7 +52,8 @@ def test_a_report_says_where_it_comes_from(name):
 
 
 def test_every_report_can_be_measured_again():
-    assert set(UNSTAMPED) <= set(REPORTS)
+    assert set(UNSTAMPED) <= set(RUNS)
+    assert set(RUNS) - set(UNSTAMPED) <= set(REPORTS), "a report that is quoted is missing"
     assert set(REPORTS) <= set(RUNS)
     for run in RUNS.values():
         assert (stamp.ROOT / "configs" / run.config.split(":")[0]).is_file()
@@ -61,6 +62,8 @@ def test_every_report_can_be_measured_again():
 def test_every_measured_field_of_a_page_has_its_interval():
     reports = tables.Reports(tables.CPU)
     for row in tables.ROWS:
+        if f"cpu-2-cores/{row.report}" in UNSTAMPED and not reports.has(row.report):
+            continue
         for report, path, kind in tables._FIELD.findall(row.text + row.figure):
             name = report or row.report
             assert kind in tables.MEASURED or kind in tables.PLAIN

@@ -1,0 +1,94 @@
+"""Every bench runs: the short form of each here, its other sizes as short as they can be made among the slow tests."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from mint_jax.bench import timing
+from mint_jax.jobs import bench
+from tests.laws.configs_trace_test import load
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+FOLDER = Path(__file__).parents[2] / "configs" / "bench"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
+SHORT = {  # what makes another size short: fewer repetitions, not other shapes
+    "catalog_scale": (
+        "--config.entries=(200,)",
+        "--config.requests=200",
+        "--config.loads=50",
+        "--config.disk_loads=20",
+        "--config.lone_exports=5",
+    ),
+    "concurrent_grpo": ("--config.n=1", "--config.memory_n=1", "--config.reward_s=0.01"),
+    "packed_load": ("--config.n=5", "--config.distinct=2", "--config.small.count=50", "--config.pause.windows=2"),
+    "revision_stores": ("--config.entries=50", "--config.others=50", "--config.loads=5", "--config.s3.entries=50", "--config.s3.others=10"),
+    "switch": ("--config.entries=200", "--config.moves=20"),
+    "train_vs_peft": ("--config.n=1", "--config.compile_s=1.0"),
+}
+GPU_ONLY = {"handoff:gpu", "moe_step:gpu"}  # 36 layers of a 4B model, 16,384 tokens
+
+
+def sizes(name):
+    """Sizes that a config's docstring names, besides the short one; the first is the default."""
+    named = re.findall(rf"{name}\.py(:\w+)?", (FOLDER / f"{name}.py").read_text())
+    return [name + size for size in dict.fromkeys(named) if size != ":ci" and name + size not in GPU_ONLY]
+
+
+def run(name, folder, *options):
+    config = load(f"configs/bench/{name.replace(':', '.py:') if ':' in name else name + '.py'}", *options)
+    report = bench.run(config, folder)
+    assert json.loads(json.dumps(report)) == report
+    assert report["bench"] == name.split(":")[0]
+    return report
+
+
+def figures(tree):
+    """All figures of a report."""
+    if timing.is_figure(tree):
+        return [tree]
+    children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    return [figure for child in children for figure in figures(child)]
+
+
+@pytest.fixture(autouse=True)
+def one_device_in_children(monkeypatch):
+    """Processes that a bench starts see one device, as this one's mesh does."""
+    flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ["XLA_FLAGS"])
+    monkeypatch.setenv("XLA_FLAGS", flags.strip())  # XLA takes a blank for the name of a file
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
+
+def test_there_is_one_list_of_benches():
+    assert sorted(bench.BENCHES) == NAMES  # make bench runs the folder
+
+
+def check_handoff(report):
+    """Both bases are measured, though each has a policy of the same name."""
+    assert (report["base"], report["large"]["base"]) == ("tiny-random", "Qwen3-4B, 1 of 36 layers")
+    for found in (report, report["large"]):
+        assert found["same_first_token"]
+        assert found["handoff_ratio"]["n"] == 2
+        assert found["bytes"]["adapter_memory"] < found["bytes"]["merged_disk"]
+
+
+CHECKS = {"handoff": check_handoff}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_short_form_of_a_bench_runs(name, tmp_path):
+    report = run(f"{name}:ci", tmp_path)
+    found = figures(report)
+    assert found, "a bench measures something"
+    assert all(figure["n"] >= 1 for figure in found)
+    CHECKS.get(name, lambda _: None)(report)
+    left = {path.name for path in tmp_path.iterdir() if path.is_dir()}
+    assert not left, "what a bench makes on the disk is removed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [size for name in NAMES for size in sizes(name)])
+def test_every_size_of_a_bench_runs(name, tmp_path):
+    assert figures(run(name, tmp_path, *SHORT.get(name.split(":")[0], ("--config.n=1",))))
