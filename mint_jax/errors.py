@@ -6,6 +6,14 @@ from pathlib import Path
 _PACKAGE = str(Path(__file__).parent)
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, or a signal that ends the program: a line says where it stands, and the exit status is 128 and the signal."""
+
+    def __init__(self, message: str, number: int):
+        super().__init__(message)
+        self.number = number
+
+
 class UserError(ValueError):
     """A mistake in a config, a file or a request. ``launch`` prints it as one line, without a traceback."""
 

@@ -52,6 +52,7 @@ class Run(NamedTuple):
 
 _SPARSE_BASE = "--config.base={workdir}/pretrain_moe/run/base"
 _MLFLOW = "--config.peer.python={workdir}/mlflow/bin/python"
+_NO_REPLAY = "--config.policies.*.sampling.replay=False"
 _SEEDS = (0, 1, 2)
 RUNS = (
     Run("quickstart", "quickstart.py", 11, seeds=(0, 1), pictures=(("rewards.png", "quickstart_rewards.png"),), empty_cache=True),
@@ -60,7 +61,7 @@ RUNS = (
     Run("pretrain_moe", "tiny/pretrain_moe.py", 1, committed=False),
     Run("grpo_moe", "tiny/grpo_moe.py", 2, (_SPARSE_BASE,), _SEEDS),
     Run("grpo_moe_noise", "tiny/grpo_moe.py", 1, (_SPARSE_BASE, "--config.router_noise=0.3"), _SEEDS),
-    Run("grpo_moe_noise_no_replay", "tiny/grpo_moe.py", 2, (_SPARSE_BASE, "--config.router_noise=0.3", "--config.replay=False"), _SEEDS),
+    Run("grpo_moe_noise_no_replay", "tiny/grpo_moe.py", 2, (_SPARSE_BASE, "--config.router_noise=0.3", _NO_REPLAY), _SEEDS),
     Run("train_vs_peft", "bench/train_vs_peft.py", 5),
     Run("concurrent_grpo", "bench/concurrent_grpo.py", 5, pictures=(("crossover.png", "concurrent_grpo_crossover.png"),)),
     Run("handoff", "bench/handoff.py", 4),

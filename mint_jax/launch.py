@@ -15,6 +15,7 @@ import importlib.util
 import inspect
 import logging
 import shutil
+import signal
 import sys
 import textwrap
 import traceback
@@ -26,7 +27,7 @@ import absl.logging
 from ml_collections import ConfigDict
 
 from mint_jax import compiling, host, multihost
-from mint_jax.errors import UserError
+from mint_jax.errors import Interrupted, UserError
 from mint_jax.jobs import ALONE, JOBS, settings
 from mint_jax.jobs.common import Config, finish
 from mint_jax.models.base import cache_dir
@@ -162,10 +163,15 @@ def main(argv: Sequence[str]) -> None:
     multihost.barrier("end")
 
 
+def _terminate(number: int, frame: object) -> None:
+    raise Interrupted(signal.Signals(number).name, number)
+
+
 def cli() -> None:
     """Runs ``main`` and prints a user's mistake as one line instead of a traceback."""
     logging.getLogger("jax").setLevel(logging.WARNING)
     absl.logging.set_verbosity(absl.logging.WARNING)  # Orbax reports every thread it starts
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         main(sys.argv[1:])
     except UserError as error:
@@ -173,7 +179,12 @@ def cli() -> None:
         print(f"error{which}: {error}", file=sys.stderr)
         multihost.leave(2, str(error))
         sys.exit(2)
-    except (Exception, KeyboardInterrupt) as error:
+    except KeyboardInterrupt as error:
+        number = getattr(error, "number", signal.SIGINT)
+        print(f"interrupted: {error or 'SIGINT'}", file=sys.stderr)
+        multihost.leave(128 + number, str(error))
+        sys.exit(128 + number)
+    except Exception as error:
         if multihost.count() == 1:
             raise
         traceback.print_exc()

@@ -2,7 +2,8 @@
 
 Command: python -m mint_jax.launch --config=configs/tiny/grpo_moe.py --workdir=runs/tiny/grpo_moe
 The experts that the sampler visited are replayed in training. To see what that is for: --config.router_noise=0.3 gives the
-trainer a router that differs from the sampler's, and with '--config.policies.*.sampling.replay=False' it has nothing to hold on to.
+trainer routers whose weights differ from the sampler's, --config.dtype=bfloat16 --config.trainer_dtype=float32 gives the two
+different arithmetic, and with '--config.policies.*.sampling.replay=False' the trainer has nothing to hold on to.
 About two minutes on two CPU cores.
 """
 

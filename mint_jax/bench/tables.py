@@ -114,7 +114,7 @@ ROWS = [
     ),
     Row(_SPARSE[0], _REWARDS, "grpo_moe", "`configs/tiny/pretrain_moe.py`, then `grpo_moe.py`"),
     Row(_SPARSE[1], _REWARDS, "grpo_moe_noise", "the same, `--config.router_noise=0.3`"),
-    Row(_SPARSE[2], _REWARDS, "grpo_moe_noise_no_replay", "and `--config.replay=False`"),
+    Row(_SPARSE[2], _REWARDS, "grpo_moe_noise_no_replay", "and `--config.policies.*.sampling.replay=False`"),
     *_bench(
         "moe_step",
         (

@@ -5,6 +5,7 @@ Where several processes run, all of them run the job; the first alone speaks and
 
 import hashlib
 import json
+import math
 import re
 import sys
 import time
@@ -37,10 +38,13 @@ def say(message: str) -> None:
 
 
 def finish(result: dict[str, Any], workdir: Path, config: Config) -> None:
-    """Prints the result as the last line, and writes it to ``result.json`` with the stamp that says where it comes from."""
+    """Prints the result as the last line, and writes it to ``result.json`` with the stamp that says where it comes from.
+
+    A result that has its stamp already, of a run that was finished before, keeps it.
+    """
     if not multihost.is_main():
         return
-    (workdir / "result.json").write_text(json.dumps(result | {"stamp": stamp.stamp(_plain(config))}) + "\n")
+    (workdir / "result.json").write_text(json.dumps({"stamp": stamp.stamp(_plain(config))} | result) + "\n")
     print(json.dumps(result), flush=True)
 
 
@@ -175,6 +179,8 @@ def policy_config(name: str, section: Config, seed: int) -> PolicyConfig:
     """A ``PolicyConfig`` from ``config.policies.<name>``."""
     where = f"policies.{name}"
     adapter = build(AdapterConfig, section.get("adapter", {}), f"{where}.adapter")
+    if not (math.isfinite(adapter.alpha) and adapter.alpha > 0):
+        raise UserError(f"{where}.adapter.alpha is {adapter.alpha}; expected a finite number above 0: the adapter's scale is alpha / rank")
     optimizer = build(OptimizerConfig, section.get("optimizer", {}), f"{where}.optimizer")
     loss = build(LossConfig, section.get("loss", {}), f"{where}.loss")
     return PolicyConfig(name, adapter, optimizer, loss, int(section.get("seed", seed)))

@@ -1,4 +1,4 @@
-"""Direct preference optimisation of many policies at once (arXiv 2305.18290)."""
+"""Direct preference optimisation of many policies at once (arXiv 2305.18290); the reference is by default where each began."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -62,13 +62,13 @@ def from_env(examples: Sequence[Example]) -> list[dict[str, Any]]:
     return out
 
 
-def measure(trainer: Trainer, students: dict[str, supervised.Student], adapted: bool) -> dict[str, dict[str, float]]:
+def measure(trainer: Trainer, students: dict[str, supervised.Student]) -> dict[str, dict[str, float]]:
     """Held-out reward margin ``beta ((c - c_ref) - (j - j_ref))`` and the share of pairs with a positive one."""
     out = {}
     for name, student in students.items():
         beta = trainer.policies[name].loss.dpo_beta
-        reference = _margins(sequence_logprobs(trainer, name, student.held_out, adapted=False))
-        policy = _margins(sequence_logprobs(trainer, name, student.held_out, adapted=True)) if adapted else reference
+        reference = _margins(sequence_logprobs(trainer, name, student.held_out, reference=True))
+        policy = _margins(sequence_logprobs(trainer, name, student.held_out))
         margin = beta * (policy - reference)
         out[name] = {"margin": float(margin.mean()), "preferred": float((margin > 0).mean())}
     return out

@@ -36,23 +36,30 @@ class Enrolled(NamedTuple):
     Attributes:
         start: digest of the revision from which a policy goes on, by the catalog's names; none for a new policy.
         fixed: digest or PEFT directory that a policy's rollouts are drawn from.
+        references: that of the reference of its loss.
         recorder: process 0's, holding a session per policy; None elsewhere.
     """
 
     start: dict[str, str]
     fixed: dict[str, str]
+    references: dict[str, str]
     recorder: Recorder | None
 
 
 def enrol(
-    catalog: JobCatalog, schemas: Mapping[str, Schema], file: Path, rollout_revisions: Mapping[str, str], hold: Hold | None
+    catalog: JobCatalog,
+    schemas: Mapping[str, Schema],
+    file: Path,
+    rollout_revisions: Mapping[str, str],
+    hold: Hold | None,
+    references: Mapping[str, str] | None = None,
 ) -> Enrolled:
     """Makes the records that are missing and opens the sessions; all processes call it.
 
     Args:
         schemas: of the policies, by the catalog's names.
         file: where the run's identity is kept.
-        rollout_revisions: names of revisions or PEFT directories, by policy.
+        rollout_revisions, references: names of revisions or PEFT directories, by policy.
         hold: process 0's, on the folder of ``file``.
 
     Raises:
@@ -79,8 +86,11 @@ def enrol(
                 sessions[name] = _open_session(main, name, owner, f"run {run['id']} ", mine if hold.sure else None, why)
             if "start" not in run:
                 fixed = {name: _digest(main, text) for name, text in rollout_revisions.items()}
-                run = _write(file, run | {"start": _newest(main, schemas), "fixed": fixed})
-            leases += [main.lease(d, owner, SESSION_S) for d in run["fixed"].values() if not peft.is_peft(Path(d))]
+                referred = {name: _digest(main, text) for name, text in (references or {}).items()}
+                run = _write(file, run | {"start": _newest(main, schemas), "fixed": fixed, "references": referred})
+            named = run.get("references", {})
+            needed = [*run["fixed"].values(), *named.values()]
+            leases += [main.lease(d, owner, SESSION_S) for d in dict.fromkeys(needed) if not peft.is_peft(Path(d))]
             recorder = Recorder(main, sessions, leases, run["start"])
         except BaseException:
             for lease in leases:
@@ -88,10 +98,10 @@ def enrol(
             for session in sessions.values():
                 main.close_session(session)
             raise
-        return [{name: old["digest"] for name, old in run["start"].items()}, run["fixed"]]
+        return [{name: old["digest"] for name, old in run["start"].items()}, run["fixed"], named]
 
-    start, fixed = multihost.agree("policies in the catalog", begin)
-    return Enrolled(start, fixed, recorder)
+    start, fixed, named = multihost.agree("policies in the catalog", begin)
+    return Enrolled(start, fixed, named, recorder)
 
 
 def _open_session(main: Catalog, name: str, owner: str, mine: str, gone: str | None, why: str) -> Session:

@@ -6,6 +6,7 @@ group-normalised advantages (GRPO, arXiv 2402.03300). ``schedule`` says how step
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,8 +29,9 @@ from mint_jax.jobs.common import Config
 from mint_jax.jobs.settings import Count, Natural, Place
 from mint_jax.jobs.training import KEEP_ROLLOUTS, TrainingRun
 from mint_jax.lora.tree import Slot, Stacks
+from mint_jax.models import base as base_lib
 from mint_jax.models import router
-from mint_jax.models.base import Base
+from mint_jax.models.base import DTYPES, Base
 from mint_jax.rollout.engine import Completion, DenseEngine, Request
 from mint_jax.train import advantages, schedule
 from mint_jax.train.batch import Group
@@ -44,7 +46,10 @@ class Sampling:
     Attributes:
         prompts: prompts a step.
         group_size: rollouts a prompt.
-        max_tokens, temperature, top_k, top_p, stop: see ``rollout.engine.Request``.
+        max_tokens, stop: see ``rollout.engine.Request``.
+        temperature: above 0 in training, which is of the distribution that is sampled: log-probabilities of ``logits / temperature``.
+        top_k, top_p, min_p: off in training. A filter's support moves with the policy, so that the gradient of what it draws is not that of
+            the renormalised probabilities: such rollouts cannot train.
         baseline, divide_by_std, normalisation: see ``train.advantages``.
         updates: optimizer updates on the same rollouts; more than 1 makes the later ones off-policy.
         replay: train through the experts that the sampler visited (R3); without effect on a base that has none.
@@ -56,9 +61,10 @@ class Sampling:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
     stop: tuple[str, ...] = ()
     baseline: str = "group_mean"
-    divide_by_std: bool = True
+    divide_by_std: bool | None = None
     normalisation: str = "token"
     updates: int = 1
     replay: bool = True
@@ -69,10 +75,28 @@ class Sampling:
         advantages.group_advantages(np.zeros((1, self.group_size)), self.baseline)  # refuses now what it would refuse later
         advantages.token_weights([1], self.normalisation)
 
+    def check_trains(self) -> None:
+        """Refuses rollouts that cannot train; ``evaluate`` may draw as it likes.
+
+        Raises:
+            UserError: greedy rollouts, or filtered ones.
+        """
+        if not (self.temperature > 0 and math.isfinite(self.temperature)):
+            raise UserError(
+                f"sampling.temperature is {self.temperature}; rollouts that train are drawn: set a number above 0 (0 is greedy, and has no "
+                "gradient)"
+            )
+        for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
+            if getattr(self, name) != off:
+                raise UserError(
+                    f"sampling.{name} is {getattr(self, name)}; rollouts that train are drawn from the whole distribution, a filter's "
+                    f"choice has no gradient: leave {name} at {off}, and lower the temperature for likelier tokens"
+                )
+
     @property
     def drawing(self) -> dict[str, Any]:
         """What decides how tokens are drawn."""
-        return {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "stop")}
+        return {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "min_p", "stop")}
 
     def request(self, **changes: Any) -> Request:
         """A request with these settings."""
@@ -92,6 +116,9 @@ class Policy(settings.Policy):
     env: settings.Env
     sampling: Sampling = Sampling()
     rollout_revision: Place = ""
+
+    def __post_init__(self):
+        self.sampling.check_trains()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +146,8 @@ class Settings(settings.Training):
         max_rows: rows that are sampled together.
         keep_rollouts: rollouts of so many last steps are kept in the catalog; 0 keeps none.
         eval: how policies are evaluated before and after training.
-        router_noise: spread of the noise on the trainer's router, for studies of replay.
+        router_noise: spread of the noise on the weights of the trainer's routers, for studies of replay.
+        trainer_dtype: of a base of the trainer's own, where it is to differ from the sampler's, for the same studies.
         policies: by name.
     """
 
@@ -131,6 +159,7 @@ class Settings(settings.Training):
     keep_rollouts: Natural = KEEP_ROLLOUTS
     eval: HeldOut = HeldOut()
     router_noise: float = 0.0
+    trainer_dtype: str = ""
     policies: dict[str, Policy]
 
 
@@ -274,17 +303,18 @@ class ConcurrentGrpo:
             out[name] |= {"reward": float(rewards.mean()), "reward_std": float(rewards.std(axis=1).mean())}
         return out
 
-    def evaluate(self, adapted: bool) -> dict[str, tuple[float, list[str]]]:
-        """Held-out reward of every policy, with its adapter or with the bare base, and one completion a prompt.
+    def evaluate(self) -> dict[str, tuple[float, list[str]]]:
+        """Held-out reward of every policy as it is, and one completion a prompt.
 
         The reward is the mean over ``eval.samples`` samples a prompt, drawn as in training with seeds of their own.
         """
         requests, owners = [], []
         n = self.config.eval.samples
         for name, m in self.members.items():
-            adapter = self.trainer.slots[name] if adapted else None
             for i, prompt in enumerate(m.held_out):
-                requests.append(m.sampling.request(prompt=tuple(prompt), adapter=adapter, n=n, seed=i * n, stop_ids=self.stop_ids))
+                requests.append(
+                    m.sampling.request(prompt=tuple(prompt), adapter=self.trainer.slots[name], n=n, seed=i * n, stop_ids=self.stop_ids)
+                )
                 owners.append((name, i))
         progress = metrics.Progress("evaluating", len(requests))
         results = self.engine.generate(requests, self.trainer.stacks, lambda done, _: progress.update(done, "prompts"))
@@ -302,11 +332,19 @@ class ConcurrentGrpo:
 
 
 def trained_through(base: Base, config: Config) -> Base:
-    """The base as the trainer sees it: the sampler's own, unless ``router_noise`` asks for a trainer whose router differs.
+    """The base as the trainer sees it: the sampler's own, unless the config asks for a mismatch of the two to be studied.
+
+    ``router_noise`` gives the trainer routers with other weights. ``trainer_dtype`` gives it a base of its own in that dtype, which
+    costs the memory of a second base.
 
     Raises:
         UserError: noise for a base without experts.
     """
+    dtype = config.get("trainer_dtype", "")
+    if dtype and DTYPES.get(dtype) != base.dtype:
+        own = base_lib.load(config.base, base.mesh, dtype, quantise=config.get("quantise", ""))
+        common.say(f"the trainer has a base of its own in {dtype}: {own.nbytes / 1e6:.0f} MB more")
+        base = own
     std = float(config.get("router_noise", 0.0))
     if not std:
         return base
@@ -335,9 +373,18 @@ def rollout_groups(sampling: Sampling, rollout: Rollout, rewards_QG: np.ndarray)
         for g, c in enumerate(completions):
             n = len(c.tokens)
             routes = c.routes if sampling.replay else None
-            sequences.append(Target(c.tokens, [next(weights)] * n, [float(advantage[q, g])] * n, c.logprobs, routes=routes))
-        groups.append(Group(prompt, sequences, routes=completions[0].prompt_routes if sampling.replay else None))
+            sequences.append(Target(c.tokens, [next(weights)] * n, [float(advantage[q, g])] * n, c.drawn_logprobs, routes=routes))
+        prompt_routes = completions[0].prompt_routes if sampling.replay else None
+        groups.append(Group(prompt, sequences, routes=prompt_routes, temperature=sampling.temperature))
     return groups
+
+
+def _mismatch(steps: Sequence[tuple[float, float | None]]) -> dict[str, float]:
+    """Of trainer and sampler, mean over the steps: ``gap`` of a token's log-probability, and where experts are replayed the share that
+    the trainer's own routers would not have taken."""
+    gaps, strays = zip(*steps)
+    out = {"gap": round(float(np.mean(gaps)), 6)}
+    return out | ({"out_of_route": round(float(np.mean(strays)), 4)} if None not in strays else {})
 
 
 def as_record(rollout: Rollout, rewards_QG: np.ndarray, digest: str) -> Rollouts:
@@ -364,13 +411,20 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
 
 
 def _run(config: Config, workdir: Path, job: ConcurrentGrpo, run: TrainingRun, units: list[list[str]], began: float) -> dict[str, Any]:
+    if run.finished:
+        return run.result()
     job.sample_from(run.fixed)
     names = list(job.members)
     if not run.resumed:
-        common.say("evaluating the base on held-out prompts")
-        run.notes = {"before": job.evaluate(adapted=False), "history": {n: [] for n in names}}
-        common.say("held-out reward of the base: " + ", ".join(f"{n} {run.notes['before'][n][0]:.3f}" for n in names))
-    history = run.notes["history"]
+        common.say("evaluating the policies as they begin on held-out prompts")
+        run.notes = {
+            "before": job.evaluate(),
+            "history": {n: [] for n in names},
+            "mismatch": {n: [] for n in names},
+            "spent": {"train_s": 0.0, "sampled_tokens": 0},
+        }
+        common.say("held-out reward before training: " + ", ".join(f"{n} {run.notes['before'][n][0]:.3f}" for n in names))
+    history, spent = run.notes["history"], dict(run.notes["spent"])  # by the steps before an interruption
     clock = time.monotonic()
 
     def update(scored: dict[str, Any], step: int) -> None:
@@ -380,13 +434,19 @@ def _run(config: Config, workdir: Path, job: ConcurrentGrpo, run: TrainingRun, u
             run.keep(name, step, revision, functools.partial(as_record, *scored[name]))
         for name, row in rows.items():
             history[name].append(row["reward"])
+            run.notes["mismatch"][name].append([row["gap"], row.get("out_of_route")])
+        run.notes["spent"] = {
+            "train_s": spent["train_s"] + time.monotonic() - clock,
+            "sampled_tokens": spent["sampled_tokens"] + job.tokens,
+        }
         rewards = " ".join(f"{n}={history[n][-1]:.2f}" for n in names if history[n])
         run.record(step, rows, f"step {step + 1}: reward {rewards}, {job.tokens / (time.monotonic() - clock):.0f} sampled tokens/s")
 
     overlap, workers = config.schedule != "sequential", config.get("reward_workers", 4)
-    timing = schedule.run(units, dict(run.step), config.steps, job.rollout, job.reward, update, overlap, workers, job.watch.look)
+    with run.stepping():
+        timing = schedule.run(units, dict(run.step), config.steps, job.rollout, job.reward, update, overlap, workers, job.watch.look)
     revisions = run.close()
-    after = job.evaluate(adapted=True)
+    after = job.evaluate()
     before = run.notes["before"]
 
     rows = []
@@ -398,6 +458,7 @@ def _run(config: Config, workdir: Path, job: ConcurrentGrpo, run: TrainingRun, u
                 "rank": job.trainer.policies[name].adapter.rank,
                 "reward_before": round(before[name][0], 4),
                 "reward_after": round(after[name][0], 4),
+                **_mismatch(run.notes["mismatch"][name]),
                 "adapter_bytes": size,
                 "base_percent": round(100 * size / job.base.nbytes, 3),
                 "revision": revisions[name][0],
@@ -414,9 +475,9 @@ def _run(config: Config, workdir: Path, job: ConcurrentGrpo, run: TrainingRun, u
         "job": "grpo",
         "schedule": config.schedule,
         "wall_s": round(time.monotonic() - began, 1),
-        "train_s": round(timing.wall_s, 1),
+        "train_s": round(run.notes["spent"]["train_s"], 1),
         "device_busy": round(timing.busy, 3),
-        "sampled_tokens": job.tokens,
+        "sampled_tokens": run.notes["spent"]["sampled_tokens"],
         "policies": rows,
         "catalog": run.catalog.place,
         "rss_bytes": host.peak_rss_bytes(),

@@ -53,12 +53,12 @@ def policies_table(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def completions(name: str, examples: Sequence[Example], before: Sequence[str], after: Sequence[str], count: int) -> None:
-    """A policy's first completions, base against final revision."""
+    """A policy's first completions, before training and after."""
     rows = []
     for example, old, new in list(zip(examples, before, after))[:count]:
         asked = example.messages if isinstance(example.messages, str) else example.messages[-1]["content"]
         rows.append((asked, old, new, example.answer))
-    table(f"{name}: sample completions", ("prompt", "base", "policy", "answer"), rows)
+    table(f"{name}: sample completions", ("prompt", "before", "after", "answer"), rows)
 
 
 def curves(history: dict[str, list[float]], label: str, path: Path) -> None:

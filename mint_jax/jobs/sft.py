@@ -63,19 +63,19 @@ def from_env(examples: Sequence[Example]) -> list[dict[str, Any]]:
     return [{"prompt": e.messages, "completion": f" {e.answer}\n" if isinstance(e.messages, str) else e.answer} for e in examples]
 
 
-def sequence_logprobs(trainer: Trainer, name: str, groups: Sequence[Group], adapted: bool) -> list[list[np.ndarray]]:
-    """Logprobs of the targets of each group's sequences, under the policy or the bare base."""
+def sequence_logprobs(trainer: Trainer, name: str, groups: Sequence[Group], reference: bool = False) -> list[list[np.ndarray]]:
+    """Logprobs of the targets of each group's sequences, under the policy or its reference."""
+    stacks, places = trainer.references() if reference else (trainer.stacks, trainer.slots)
     texts = [g.prefix + s.tokens for g in groups for s in g.sequences]
-    slots = [trainer.slots[name] if adapted else None] * len(texts)
-    scores = iter(Scorer(trainer.base).logprobs(texts, slots, trainer.stacks))
+    scores = iter(Scorer(trainer.base).logprobs(texts, [places.get(name)] * len(texts), stacks))
     return [[next(scores)[len(g.prefix) - 1 :][np.flatnonzero(s.weights)] for s in g.sequences] for g in groups]
 
 
-def measure(trainer: Trainer, students: dict[str, supervised.Student], adapted: bool) -> dict[str, dict[str, float]]:
+def measure(trainer: Trainer, students: dict[str, supervised.Student]) -> dict[str, dict[str, float]]:
     """Held-out loss: mean negative log-likelihood of a target token, in nats."""
     out = {}
     for name, student in students.items():
-        scores = sequence_logprobs(trainer, name, student.held_out, adapted)
+        scores = sequence_logprobs(trainer, name, student.held_out)
         out[name] = {"loss": float(-np.concatenate([s for group in scores for s in group]).mean())}
     return out
 

@@ -99,7 +99,7 @@ class Kind:
     to_group: Callable[[Base, Row, str, bool], Group]
     from_env: Callable[[Sequence[Example]], list[Row]]
     forms: chat.Forms
-    measure: Callable[[Trainer, dict[str, Student], bool], dict[str, dict[str, float]]]
+    measure: Callable[[Trainer, dict[str, Student]], dict[str, dict[str, float]]]
     headline: str
 
 
@@ -185,24 +185,27 @@ def _run(
     kind: Kind,
     began: float,
 ) -> dict[str, Any]:
+    if run.finished:
+        return run.result()
     measure, headline = kind.measure, kind.headline
     if not run.resumed:
-        run.notes = {"before": measure(trainer, students, False), "history": {n: [] for n in students}}
+        run.notes = {"before": measure(trainer, students), "history": {n: [] for n in students}}
     history = run.notes["history"]
     first = set(run.step.values())
     if len(first) > 1:
         raise UserError(f"policies resume at different steps {sorted(first)}: the checkpoint is not of this job")
 
-    for step in range(first.pop(), config.steps):
-        order = multihost.agree("data order", lambda step=step: _order(students, step))
-        groups = {name: weighted([s.train[i] for i in order[name]]) for name, s in students.items()}
-        rows = trainer.update(groups)
-        for name, row in rows.items():
-            history[name].append(row[headline])
-        run.record(step, rows, f"step {step + 1}: {headline} " + " ".join(f"{n}={r[headline]:.3f}" for n, r in rows.items()))
+    with run.stepping():
+        for step in range(first.pop(), config.steps):
+            order = multihost.agree("data order", lambda step=step: _order(students, step))
+            groups = {name: weighted([s.train[i] for i in order[name]]) for name, s in students.items()}
+            rows = trainer.update(groups)
+            for name, row in rows.items():
+                history[name].append(row[headline])
+            run.record(step, rows, f"step {step + 1}: {headline} " + " ".join(f"{n}={r[headline]:.3f}" for n, r in rows.items()))
 
     revisions = run.close()
-    after, before = measure(trainer, students, True), run.notes["before"]
+    after, before = measure(trainer, students), run.notes["before"]
     rows = []
     for name in students:
         measured = {}

@@ -4,9 +4,12 @@ Everything a step does follows from the config, its number and the adapters, so 
 and where each policy stands. Of several processes the first writes metrics and the catalog; checkpoints are written by all.
 """
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,6 +23,7 @@ from mint_jax.catalog.records import full_name
 from mint_jax.catalog.rollouts import Rollouts, pack_rollouts
 from mint_jax.checkpoint import Checkpoints
 from mint_jax.data.buckets import ShapeBook
+from mint_jax.errors import Interrupted, UserError
 from mint_jax.jobs import adapters, common, enrolment
 from mint_jax.jobs.adapters import Loaded
 from mint_jax.jobs.catalogs import JobCatalog
@@ -74,6 +78,8 @@ class TrainingRun:
         self._snapshots: dict[str, Snapshot] = {}
         self._steps_at: dict[int, dict[str, int]] = {}  # by checkpoint, until it is recorded
         self._seen: dict[str, list[list[tuple[int, ...]]]] = {}  # what the books held after each policy's last update
+        self._durable: dict[str, int] | None = None  # steps of the newest checkpoint on the disk
+        self._signal = 0  # that asked for an end
         self._hold: Hold | None = None
         multihost.agree("the workdir", self._take_workdir)
         try:
@@ -98,15 +104,19 @@ class TrainingRun:
         config, workdir = self.config, self.workdir
         schemas = {full: self._schema(name) for name, full in self.names.items()}
         wanted = {n: s.rollout_revision for n, s in config.policies.items() if s.get("rollout_revision", "")}
-        start, fixed, self._recorder = enrolment.enrol(self.catalog, schemas, workdir / "run.json", wanted, self._hold)
+        losses = {n: p.loss for n, p in self.trainer.policies.items() if p.loss.needs_reference}
+        named = {n: loss.reference for n, loss in losses.items() if loss.reference not in ("start", "base")}
+        start, fixed, references, self._recorder = enrolment.enrol(self.catalog, schemas, workdir / "run.json", wanted, self._hold, named)
         self.fixed: dict[str, Loaded] = {n: adapters.read_adapter(text, self.trainer.base, self.catalog) for n, text in fixed.items()}
         self._saved = Checkpoints(workdir / "checkpoints", config.checkpoint.keep, self._committed)
         exported = self._restore()
         self.resumed = exported is not None
         if self._recorder is not None:
             self._recorder.resume(exported or {})
-        if not self.resumed:
-            self._continue(start)
+        self._continue(start)
+        for name, text in references.items():
+            loaded = adapters.read_adapter(text, self.trainer.base, self.catalog)
+            self.trainer.refer(name, loaded.config, loaded.adapter)
         multihost.agree("metrics.jsonl", lambda: metrics.truncate_rows(workdir / "metrics.jsonl", self.step))
         self._writer = metrics.MetricsWriter(workdir, config.get("tensorboard", True))
         self._remember_shapes(self.step)
@@ -125,13 +135,57 @@ class TrainingRun:
     def __enter__(self) -> "TrainingRun":
         return self
 
-    def __exit__(self, kind: object, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         try:
             if kind is not None:
                 self._writer.close()
+                if multihost.count() == 1 or isinstance(error, KeyboardInterrupt):  # otherwise the others may be gone
+                    with contextlib.suppress(UserError):  # the error that is on its way comes first
+                        self._saved.close()  # a checkpoint in flight is finished
                 self._give_up()
         finally:
             self._leave_workdir()
+        if isinstance(error, KeyboardInterrupt):
+            name = str(error) or "SIGINT"
+            raise Interrupted(f"{name}; {self._resumes()}", getattr(error, "number", signal.SIGINT)) from None
+
+    def _resumes(self) -> str:
+        """Where the same command goes on."""
+        if self._durable is None:
+            return f"no checkpoint was written yet: the same command starts from the beginning in {self.workdir}"
+        steps = sorted(set(self._durable.values()))
+        where = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]} of its policies"
+        return f"the same command goes on from {where} of {self.config.steps}, which is saved in {self._saved.directory}"
+
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """In this block Ctrl-C and SIGTERM wait for the step under way to end, which is then saved; a second one does not wait.
+
+        Raises:
+            Interrupted: after the checkpoint.
+        """
+
+        def note(number: int, frame: object) -> None:
+            if self._signal:
+                raise Interrupted(signal.Signals(number).name, number)
+            self._signal = number
+            common.say(f"{signal.Signals(number).name}: this step is finished and saved; once more stops at once")
+
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _stop_if_asked(self) -> None:
+        number = multihost.agree("an interruption", lambda: self._signal)
+        if number:
+            self.save()
+            raise Interrupted(signal.Signals(number).name, number)
 
     def _give_up(self) -> None:
         """Gives the policies back to whoever asks next; what was submitted is finished first."""
@@ -178,10 +232,19 @@ class TrainingRun:
         return extra["exported"]
 
     def _continue(self, start: dict[str, str]) -> None:
-        """Policies that the catalog had before this run go on from their last revision, with a fresh optimizer."""
+        """Policies that the catalog had before this run go on from their last revision, with a fresh optimizer.
+
+        A resumed run has its state already; where its reference is that revision, it is looked up again.
+        """
         for name, full in self.names.items():
-            if full in start:
-                loaded = adapters.read_adapter(start[full], self.trainer.base, self.catalog)
+            policy = self.trainer.policies[name]
+            refers = policy.loss.needs_reference and policy.loss.reference == "start"
+            if full not in start or (self.resumed and not refers):
+                continue
+            loaded = adapters.read_adapter(start[full], self.trainer.base, self.catalog)
+            if self.resumed:
+                self.trainer.refer(name, loaded.config, loaded.adapter)
+            else:
                 common.say(f"policy {name} exists in the catalog: it continues from revision {loaded.revision}")
                 self.trainer.load_adapter(name, loaded.adapter)
 
@@ -202,6 +265,20 @@ class TrainingRun:
         if name not in self._snapshots:
             self._snapshots[name] = Snapshot(self.trainer.snapshot(name), self._schema(name))
         return self._snapshots[name]
+
+    @property
+    def finished(self) -> bool:
+        """Whether an earlier start of the same command did every step and left its result."""
+        done = self.resumed and min(self.step.values()) >= self.config.steps
+        return multihost.agree("whether the run is finished", lambda: done and (self.workdir / "result.json").is_file())
+
+    def result(self) -> dict[str, Any]:
+        """The result that the finished run left; nothing is written, and ``latest`` stays where it is."""
+        self._saved.close()
+        self._writer.close()
+        self._give_up()
+        common.say(f"all {self.config.steps} steps were done before: this is their result; set --config.steps higher to train on")
+        return multihost.agree("the result", lambda: json.loads((self.workdir / "result.json").read_text()))
 
     @property
     def keeps_rollouts(self) -> bool:
@@ -246,6 +323,7 @@ class TrainingRun:
         if due:
             self.save()
             self._due = min(self.step.values()) + self.config.checkpoint.every
+        self._stop_if_asked()
 
     def _remember_shapes(self, names: Iterable[str]) -> None:
         """A checkpoint comes while other policies' rollouts are under way: these are done again, so their sizes must be forgotten."""
@@ -274,7 +352,7 @@ class TrainingRun:
 
     def _committed(self, number: int) -> None:
         """Records a checkpoint that is durable. It is of all policies; its number is the sum of their steps."""
-        steps = self._steps_at.pop(number)
+        steps = self._durable = self._steps_at.pop(number)
         if self._recorder is not None:
             place = str(self._saved.directory / f"step_{number}")
             self._recorder.checkpoint(place, {self.names[name]: step for name, step in steps.items()}, self.config.checkpoint.keep)

@@ -1,7 +1,7 @@
 """Log-probabilities of given tokens, in slices over positions: one definition for training, scoring and rollout checks.
 
-The unembedding is frozen, so with ``p = softmax(W h)`` the gradient of ``log p[y]`` with respect to ``h`` is
-``W[y] - p W``: it needs nothing from later in the loss. The forward pass of a training step computes it while the logits
+The unembedding is frozen, so with ``p = softmax(W h / T)`` the gradient of ``log p[y]`` with respect to ``h`` is
+``(W[y] - p W) / T``: it needs nothing from later in the loss. The forward pass of a training step computes it while the logits
 of a slice are at hand, and the backward pass is one multiplication: no logits are kept and none are computed twice.
 
 Axes: B rows, M target positions of a row, V vocab, D model width, C positions of a slice.
@@ -20,16 +20,21 @@ from mint_jax.models.transformer import logits, unembed_table
 SLICE_BYTES = 64 << 20  # bound on one device's float32 logits of a slice, which has one position of every row at least
 
 
-def target_logprobs(params: Any, lora: Bound | None, h_BMD: jax.Array, targets_BM: jax.Array) -> jax.Array:
+def target_logprobs(
+    params: Any, lora: Bound | None, h_BMD: jax.Array, targets_BM: jax.Array, inverse_temperature_BM: jax.Array | None = None
+) -> jax.Array:
     """``log p(target | h)`` in float32, ``[B, M]``; differentiable in ``h`` and in adapters of ``unembed``.
 
     Memory is bounded by ``SLICE_BYTES``, or one position of every row, whatever M and V are.
+
+    Args:
+        inverse_temperature_BM: float32, above 0: the distribution is that of ``logits / temperature``; None is 1 everywhere.
     """
     chex.assert_rank(targets_BM, 2)
     chex.assert_shape(h_BMD, (*targets_BM.shape, unembed_table(params).shape[1]))
     if lora is not None and any(lora.at("unembed").buckets):
-        return _with_adapters(params, lora, h_BMD, targets_BM)
-    return _frozen(h_BMD, jax.lax.stop_gradient(unembed_table(params)), targets_BM)
+        return _with_adapters(params, lora, h_BMD, targets_BM, inverse_temperature_BM)
+    return _frozen(h_BMD, jax.lax.stop_gradient(unembed_table(params)), targets_BM, inverse_temperature_BM)
 
 
 def _slice_count(rows: int, positions: int, vocab: int) -> int:
@@ -49,62 +54,65 @@ def _sliced(x: jax.Array, n: int, axis: int) -> jax.Array:
     return jnp.moveaxis(jnp.pad(x, pad).reshape(*x.shape[:axis], n, size, *x.shape[axis + 1 :]), axis, 0)
 
 
-def _pick(z_BCV: jax.Array, y_BC: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(z_BCV, y_BC[..., None], axis=-1)[..., 0]
+def _log_softmax_at(z_BCV: jax.Array, y_BC: jax.Array, sharp_BC: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """``log softmax(sharp z)[y]``, ``[B, C]``, and ``exp(sharp (z - max z))`` with its sum; ``z`` itself is not written anew."""
+    top_BC1 = jax.lax.stop_gradient(jnp.max(z_BCV, axis=-1, keepdims=True))
+    sharp_BC1 = 1.0 if sharp_BC is None else sharp_BC[..., None]
+    e_BCV = jnp.exp((z_BCV - top_BC1) * sharp_BC1)
+    total_BC1 = jnp.sum(e_BCV, axis=-1, keepdims=True)
+    picked_BC1 = jnp.take_along_axis(z_BCV, y_BC[..., None], axis=-1)
+    return ((picked_BC1 - top_BC1) * sharp_BC1 - jnp.log(total_BC1))[..., 0], e_BCV, total_BC1
 
 
 @jax.custom_vjp
-def _frozen(h_BMD, table_VD, targets_BM):
+def _frozen(h_BMD, table_VD, targets_BM, sharp_BM):
     def one(slice_):
-        h_BCD, y_BC = slice_
+        h_BCD, y_BC, sharp_BC = slice_
         z_BCV = jnp.einsum("BCD,VD->BCV", h_BCD, table_VD, preferred_element_type=jnp.float32)
-        return _pick(z_BCV, y_BC) - jax.nn.logsumexp(z_BCV, axis=-1)
+        return _log_softmax_at(z_BCV, y_BC, sharp_BC)[0]
 
-    return _over_slices(one, h_BMD, targets_BM, table_VD.shape[0])
+    return _over_slices(one, (h_BMD, targets_BM, sharp_BM), table_VD.shape[0])
 
 
-def _over_slices(one, h_BMD, targets_BM, vocab):
-    """``one(h[B, C, D], y[B, C])`` over slices of the positions; the results put together again, ``[B, M, ...]``."""
-    B, M = targets_BM.shape
+def _over_slices(one, inputs, vocab):
+    """``one((h[B, C, D], y[B, C], sharp[B, C]))`` over slices of the positions; the results put together again, ``[B, M, ...]``."""
+    B, M = inputs[1].shape
     n = _slice_count(B, M, vocab)
     with jax.named_scope("unembed"):
         if n == 1:
-            return one((h_BMD, targets_BM))
-        out = jax.lax.map(one, (_sliced(h_BMD, n, 1), _sliced(targets_BM, n, 1)))
+            return one(inputs)
+        out = jax.lax.map(one, jax.tree.map(lambda x: _sliced(x, n, 1), inputs))
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(B, -1, *x.shape[3:])[:, :M], out)
 
 
-def _frozen_forward(h_BMD, table_VD, targets_BM):
+def _frozen_forward(h_BMD, table_VD, targets_BM, sharp_BM):
     def one(slice_):
-        h_BCD, y_BC = slice_
+        h_BCD, y_BC, sharp_BC = slice_
         z_BCV = jnp.einsum("BCD,VD->BCV", h_BCD, table_VD, preferred_element_type=jnp.float32)
-        top_BC1 = jnp.max(z_BCV, axis=-1, keepdims=True)
-        e_BCV = jnp.exp(z_BCV - top_BC1)
-        total_BC1 = jnp.sum(e_BCV, axis=-1, keepdims=True)
-        logp_BC = _pick(z_BCV, y_BC) - (top_BC1 + jnp.log(total_BC1))[..., 0]
+        logp_BC, e_BCV, total_BC1 = _log_softmax_at(z_BCV, y_BC, sharp_BC)
         mean_BCD = jnp.einsum("BCV,VD->BCD", e_BCV.astype(table_VD.dtype), table_VD, preferred_element_type=jnp.float32) / total_BC1
-        return logp_BC, (table_VD[y_BC].astype(jnp.float32) - mean_BCD).astype(h_BCD.dtype)
+        dh_BCD = table_VD[y_BC].astype(jnp.float32) - mean_BCD
+        return logp_BC, (dh_BCD if sharp_BC is None else dh_BCD * sharp_BC[..., None]).astype(h_BCD.dtype)
 
-    return _over_slices(one, h_BMD, targets_BM, table_VD.shape[0])
+    return _over_slices(one, (h_BMD, targets_BM, sharp_BM), table_VD.shape[0])
 
 
 def _frozen_backward(dh_BMD, g_BM):
-    return (dh_BMD * g_BM[..., None]).astype(dh_BMD.dtype), None, None
+    return (dh_BMD * g_BM[..., None]).astype(dh_BMD.dtype), None, None, None
 
 
 _frozen.defvjp(_frozen_forward, _frozen_backward)
 
 
-def _with_adapters(params, lora, h_BMD, targets_BM):
+def _with_adapters(params, lora, h_BMD, targets_BM, sharp_BM):
     """Adapters on the unembedding need the logits' own gradient: slices over positions, recomputed backwards."""
     B, M, _ = h_BMD.shape
     n = _slice_count(B, M, unembed_table(params).shape[0])
 
     @jax.checkpoint
     def one(slice_):
-        h_BCD, y_BC = slice_
-        z_BCV = logits(params, lora, h_BCD)
-        return jnp.take_along_axis(z_BCV, y_BC[..., None], axis=-1)[..., 0] - jax.nn.logsumexp(z_BCV, axis=-1)
+        h_BCD, y_BC, sharp_BC = slice_
+        return _log_softmax_at(logits(params, lora, h_BCD), y_BC, sharp_BC)[0]
 
-    out_nBC = jax.lax.map(one, (_sliced(h_BMD, n, 1), _sliced(targets_BM, n, 1)))
+    out_nBC = jax.lax.map(one, jax.tree.map(lambda x: _sliced(x, n, 1), (h_BMD, targets_BM, sharp_BM)))
     return out_nBC.swapaxes(0, 1).reshape(B, -1)[:, :M]

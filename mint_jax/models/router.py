@@ -78,14 +78,14 @@ def choose(scores_BTE: jax.Array, bias_E: jax.Array | None, experts: Experts) ->
 
 
 def perturb(params: Any, std: float, key: jax.Array) -> Any:
-    """The base with normal noise on what decides its routers' choice, for studies of replay.
+    """The base with normal noise on its routers' weights, for studies of replay: it moves the choice of experts and their weights.
+
+    Replay undoes the first and not the second (R3, arXiv 2510.11370, replays the choice alone).
 
     Args:
-        std: of the noise: on ``choice_bias`` where there is one, elsewhere on the router's weights relative to their own spread.
+        std: of the noise, relative to the weights' own spread.
     """
     moe = params["moe"]["moe"]
-    name = "choice_bias" if "choice_bias" in moe["router"] else "w"
-    leaf = moe["router"][name]
-    spread = jnp.std(leaf) if name == "w" else 1.0
-    noisy = leaf + (std * spread * jax.random.normal(key, leaf.shape)).astype(leaf.dtype)
-    return params | {"moe": params["moe"] | {"moe": moe | {"router": moe["router"] | {name: noisy}}}}
+    w = moe["router"]["w"]
+    noisy = w + (std * jnp.std(w) * jax.random.normal(key, w.shape)).astype(w.dtype)
+    return params | {"moe": params["moe"] | {"moe": moe | {"router": moe["router"] | {"w": noisy}}}}

@@ -13,12 +13,15 @@ BASELINES = ("group_mean", "leave_one_out", "none")
 NORMALISATIONS = ("sequence", "token", "constant", "sum")
 
 
-def group_advantages(rewards_QG: np.ndarray, baseline: str = "group_mean", divide_by_std: bool = True, eps: float = 1e-4) -> np.ndarray:
+def group_advantages(
+    rewards_QG: np.ndarray, baseline: str = "group_mean", divide_by_std: bool | None = None, eps: float = 1e-4
+) -> np.ndarray:
     """Advantages ``[Q, G]`` float32 of each prompt's rollouts against each other.
 
     Args:
         baseline: ``group_mean`` (GRPO, arXiv 2402.03300 section 4.1.2), ``leave_one_out`` (RLOO, arXiv 2402.14740 eq. 9) or ``none``.
         divide_by_std: GRPO's division by the group's (population) standard deviation; False is Dr. GRPO (arXiv 2503.20783 section 3.2).
+            None is as the baseline's paper has it: ``group_mean`` is divided, ``leave_one_out`` and ``none`` are not.
         eps: added to the standard deviation.
 
     Raises:
@@ -44,7 +47,7 @@ def group_advantages(rewards_QG: np.ndarray, baseline: str = "group_mean", divid
         advantages = (rewards - mean) * group / (group - 1)
     else:
         advantages = rewards
-    if divide_by_std:
+    if baseline == "group_mean" if divide_by_std is None else divide_by_std:
         advantages = advantages / (rewards.std(axis=1, keepdims=True) + eps)
     return advantages.astype(np.float32)
 

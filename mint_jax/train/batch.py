@@ -9,6 +9,7 @@ Axes: P policies, B rows of a policy, T tokens of a row, M target positions of a
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence as Seq
 
 import jax
@@ -28,6 +29,7 @@ class Sequence:
         tokens: the continuation of the group's prefix.
         weights: 0 for tokens that are no target (they are still read).
         advantages, old_logp, ref_logp: default 0.
+        first_logp: of the trainer before the first update on these tokens; None before it, and the trainer puts it here then.
         routes: experts that the token before each target visited when it was sampled, ``[tokens, L, X]``; -1 for none.
     """
 
@@ -36,6 +38,7 @@ class Sequence:
     advantages: list[float] | None = None
     old_logp: list[float] | None = None
     ref_logp: list[float] | None = None
+    first_logp: list[float] | None = None
     routes: np.ndarray | None = None
 
 
@@ -46,12 +49,14 @@ class Group:
     Attributes:
         pair_weight: for DPO: the weight of the pair (chosen, rejected) that the two sequences form; 0 is no pair.
         routes: experts that the prefix but its last token visited, ``[prefix - 1, L, X]``.
+        temperature: at which the sequences were drawn, above 0: all their log-probabilities are of ``logits / temperature``.
     """
 
     prefix: list[int]
     sequences: list[Sequence]
     pair_weight: float = 0.0
     routes: np.ndarray | None = None
+    temperature: float = 1.0
 
 
 @struct.dataclass
@@ -64,6 +69,7 @@ class Batch:
         target: ``[P, B, M]`` token ids.
         routes: recorded experts to replay, int16 ``[L, P, B, T, X]``, -1 for a token without; None: the router chooses.
         loss: targets of the loss, ``[P, B, M]`` and ``[P, Z]``.
+        inverse_temperature: of each target's distribution, float32 ``[P, B, M]``; None is 1 everywhere.
     """
 
     tokens: jax.Array
@@ -74,6 +80,7 @@ class Batch:
     target: jax.Array
     loss: Targets
     routes: jax.Array | None = None
+    inverse_temperature: jax.Array | None = None
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -158,6 +165,8 @@ def pack(
 def _check(group: Group, context: int | None, paired: bool) -> None:
     if not group.prefix:
         raise UserError("a group has an empty prefix: the first token needs one before it (a bos token, say)")
+    if not (group.temperature > 0 and math.isfinite(group.temperature)):
+        raise UserError(f"a group was drawn at temperature {group.temperature}; expected a number above 0: greedy tokens were not drawn")
     if paired and len(group.sequences) != 2:
         raise UserError(
             f"a preference pair has {len(group.sequences)} sequences; expected 2, the chosen and the rejected answer, "
@@ -204,7 +213,8 @@ def _fill(packed: list[list[_Row]], shape: tuple[int, int, int, int, int], pairs
     P, B, T, M, Z = shape
     ints = {name: np.zeros((P, B, T), np.int32) for name in ("tokens", "positions", "own", "parent")}
     index, target, sequence = (np.zeros((P, B, M), np.int32) for _ in range(3))
-    floats = {name: np.zeros((P, B, M), np.float32) for name in ("weights", "advantages", "old_logp", "ref_logp")}
+    floats = {name: np.zeros((P, B, M), np.float32) for name in ("weights", "advantages", "old_logp", "ref_logp", "first_logp")}
+    sharp = np.ones((P, B, M), np.float32)
     weights_PZ = np.zeros((P, Z), np.float32)
     routes = _no_routes(packed, (P, B, T))
     places: list[list[Place]] = []
@@ -241,12 +251,15 @@ def _fill(packed: list[list[_Row]], shape: tuple[int, int, int, int, int], pairs
                         values = getattr(s, name)
                         if values is not None:
                             array[p, b, to] = np.asarray(values)[chosen]
+                    if s.first_logp is None:
+                        floats["first_logp"][p, b, to] = np.nan
+                    sharp[p, b, to] = 1.0 / group.temperature
                     found[number] = Place(p, b, to.start, len(chosen))
                     at, out = span.stop, to.stop
         places.append([found[i] for i in sorted(found)])
         weights_PZ[p, : len(pairs[p])] = pairs[p]
     loss = Targets(**floats, sequence=sequence, pair_weights=weights_PZ)  # type: ignore[arg-type]
-    return Batch(**ints, index=index, target=target, loss=loss, routes=routes), places  # type: ignore[arg-type]
+    return Batch(**ints, index=index, target=target, loss=loss, routes=routes, inverse_temperature=sharp), places  # type: ignore[arg-type]
 
 
 def _no_routes(packed: list[list[_Row]], rows: tuple[int, int, int]) -> np.ndarray | None:

@@ -4,19 +4,26 @@ Every loss is a sum over target tokens of ``weight * per-token loss`` (or over p
 normalisation, computed on the host when the batch is built (``advantages.token_weights``), so that a gradient
 accumulated over micro-batches equals that of the whole batch.
 
-With r = exp(logp - old_logp), A the advantage, sg the stopped gradient:
+A token's log-probability is known three times: of the *sampler* when it was drawn (``old_logp``), of the trainer before the
+*first* update on it (``first_logp``; in that update itself it is the present one), and of the trainer now. With
+k = exp(first_logp - old_logp), r = exp(logp - first_logp), A the advantage, sg the stopped gradient:
 
     cross_entropy          -logp
     reinforce              -A logp                                            Williams 1992
-    importance_sampling    -A r                                               off-policy REINFORCE
-    ppo                    -min(r A, clip(r, 1 - low, 1 + high) A)            arXiv 1707.06347 eq. 7; GRPO arXiv 2402.03300
+    importance_sampling    -k A r                                             off-policy REINFORCE; k r = exp(logp - old_logp)
+    ppo                    -k min(r A, clip(r, 1 - low, 1 + high) A)          arXiv 1707.06347 eq. 7; GRPO arXiv 2402.03300
                                                                               eq. 3; low != high: DAPO arXiv 2503.14476 eq. 10
-    cispo                  -sg(clip(r, 1 - low, 1 + high)) A logp             MiniMax-M1 arXiv 2506.13585 eq. 4
+    cispo                  -k sg(clip(r, 1 - low, 1 + high)) A logp           MiniMax-M1 arXiv 2506.13585 eq. 4
     dpo                    -log sigmoid(beta ((c - c_ref) - (j - j_ref)))     arXiv 2305.18290 eq. 7, on pairs of sequences
 
-KL to the base, ``ref_logp``: ``k1`` subtracts ``kl * sg(logp - ref_logp)`` from the advantage (its gradient is then that
+So the clip bounds what updates do to the policy, and k corrects for who drew the tokens: another engine, or an older policy
+(decoupled PPO, arXiv 2110.00641). A token whose k leaves [band_low, band_high] has weight zero (IcePop, Ring-1T,
+arXiv 2510.18855): later updates do not move it in or out of the band. PPO as first written, clipped against the
+sampler, is ``first_logp = old_logp``.
+
+KL to the reference, ``ref_logp``: ``k1`` subtracts ``kl * sg(logp - ref_logp)`` from the advantage (its gradient is then that
 of the KL; the estimator itself has a zero-mean gradient), ``k3`` adds ``kl * (exp(d) - d - 1)``, d = ref_logp - logp
-(Schulman 2020; GRPO eq. 4). A token whose r leaves [band_low, band_high] has weight zero (IcePop, Ring-1T).
+(Schulman 2020; GRPO eq. 4).
 
 Axes: B rows, M target positions of a row, Z pairs.
 """
@@ -38,10 +45,10 @@ class LossCoefs(NamedTuple):
 
     Attributes:
         kind: index into ``KINDS``.
-        clip_low, clip_high: how far below and above 1 the ratio may go.
+        clip_low, clip_high: how far below and above 1 the ratio r may go; a ``clip_low`` of 1 leaves the lower side open.
         kl_kind: index into ``KL_KINDS``.
-        kl: weight of the KL to the base.
-        band_low, band_high: ratios outside are masked; 0 and inf switch it off.
+        kl: weight of the KL to the reference.
+        band_low, band_high: tokens whose k is outside are masked; 0 and inf switch it off.
         dpo_beta: inverse temperature of DPO.
     """
 
@@ -63,9 +70,10 @@ class Targets:
         weights: float32, normalised.
         advantages: float32.
         old_logp: of the sampler, when the tokens were drawn.
-        ref_logp: of the base.
+        ref_logp: of the reference.
         sequence: int32, which sequence of the policy's batch a token is in; pair z is sequences 2z (chosen), 2z + 1.
         pair_weights: ``[Z]``, 0 where there is no pair.
+        first_logp: of the trainer before the first update on these tokens; NaN where this is the first, None where it is for all.
     """
 
     weights: jax.Array
@@ -74,6 +82,7 @@ class Targets:
     ref_logp: jax.Array
     sequence: jax.Array
     pair_weights: jax.Array
+    first_logp: jax.Array | None = None
 
 
 def policy_loss(logp_BM: jax.Array, targets: Targets, coefs: LossCoefs) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -81,30 +90,33 @@ def policy_loss(logp_BM: jax.Array, targets: Targets, coefs: LossCoefs) -> tuple
 
     Returns:
         A scalar, and float32 scalars that sum over micro-batches: ``tokens`` counts target tokens, and names ending in
-        ``_sum`` are sums over them; ``max_gap`` is a maximum.
+        ``_sum`` are sums over them: ``clipped`` counts those that a clip binds, ``gap`` is |log k|; ``max_gap`` is a maximum.
     """
     t = targets
     chex.assert_rank(logp_BM, 2)
     chex.assert_equal_shape([logp_BM, t.weights, t.advantages, t.old_logp, t.ref_logp, t.sequence])
     mask = (t.weights != 0).astype(jnp.float32)
-    log_ratio = jnp.where(mask > 0, logp_BM - t.old_logp, 0.0)
-    ratio = jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
-    frozen_ratio = jax.lax.stop_gradient(ratio)
-    inside = (frozen_ratio >= coefs.band_low) & (frozen_ratio <= coefs.band_high)
+    present = jax.lax.stop_gradient(logp_BM)
+    first = present if t.first_logp is None else jnp.where(jnp.isnan(t.first_logp), present, t.first_logp)
+    log_gap = jnp.where(mask > 0, first - t.old_logp, 0.0)
+    gap = jnp.exp(jnp.clip(log_gap, -MAX_LOG_RATIO, MAX_LOG_RATIO))  # k
+    inside = (gap >= coefs.band_low) & (gap <= coefs.band_high)
+    log_ratio = jnp.where(mask > 0, logp_BM - first, 0.0)
+    ratio = jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))  # r
 
-    to_base = jnp.where(mask > 0, t.ref_logp - logp_BM, 0.0)  # d = ref - logp
-    k3 = jnp.exp(jnp.clip(to_base, -MAX_LOG_RATIO, MAX_LOG_RATIO)) - to_base - 1.0
+    to_ref = jnp.where(mask > 0, t.ref_logp - logp_BM, 0.0)  # d = ref - logp
+    k3 = jnp.exp(jnp.clip(to_ref, -MAX_LOG_RATIO, MAX_LOG_RATIO)) - to_ref - 1.0
     uses_k1 = coefs.kl_kind == KL_KINDS.index("k1")
     uses_k3 = coefs.kl_kind == KL_KINDS.index("k3")
-    advantage = t.advantages + jnp.where(uses_k1, coefs.kl, 0.0) * jax.lax.stop_gradient(to_base)
+    advantage = t.advantages + jnp.where(uses_k1, coefs.kl, 0.0) * jax.lax.stop_gradient(to_ref)
 
     clipped = jnp.clip(ratio, 1 - coefs.clip_low, 1 + coefs.clip_high)
     per_token = {
         "cross_entropy": -logp_BM,
         "reinforce": -advantage * logp_BM,
-        "importance_sampling": -advantage * ratio,
-        "ppo": -jnp.minimum(ratio * advantage, clipped * advantage),
-        "cispo": -jax.lax.stop_gradient(clipped) * advantage * logp_BM,
+        "importance_sampling": -gap * advantage * ratio,
+        "ppo": -gap * jnp.minimum(ratio * advantage, clipped * advantage),
+        "cispo": -gap * jax.lax.stop_gradient(clipped) * advantage * logp_BM,
         "dpo": jnp.zeros_like(logp_BM),
     }
     token_loss = jax.lax.select_n(coefs.kind, *(per_token[kind] for kind in KINDS))
@@ -112,8 +124,11 @@ def policy_loss(logp_BM: jax.Array, targets: Targets, coefs: LossCoefs) -> tuple
     is_sampled = (coefs.kind != KINDS.index("cross_entropy")) & (coefs.kind != KINDS.index("dpo"))
     keep = jnp.where(is_sampled, inside, True)
     loss = jnp.sum(t.weights * jnp.where(keep, token_loss, 0.0))
+    binds = ((coefs.kind == KINDS.index("ppo")) & (ratio * advantage > clipped * advantage)) | (
+        (coefs.kind == KINDS.index("cispo")) & (clipped != ratio)
+    )
 
-    pair_loss, margin = _pairs(to_base, mask, t, coefs)
+    pair_loss, margin = _pairs(to_ref, mask, t, coefs)
     loss = loss + jnp.where(coefs.kind == KINDS.index("dpo"), pair_loss, 0.0)
 
     def total(x: jax.Array) -> jax.Array:
@@ -123,21 +138,21 @@ def policy_loss(logp_BM: jax.Array, targets: Targets, coefs: LossCoefs) -> tuple
         "tokens": jnp.sum(mask),
         "logp_sum": total(logp_BM),
         "kl_sum": total(k3),
-        "clipped_sum": total((clipped != ratio).astype(jnp.float32)),
+        "clipped_sum": total((binds & inside).astype(jnp.float32)),
         "masked_sum": total(1.0 - inside.astype(jnp.float32)),
-        "gap_sum": total(jnp.abs(log_ratio)),
-        "max_gap": jnp.max(mask * jnp.abs(jax.lax.stop_gradient(log_ratio))),
+        "gap_sum": total(jnp.abs(log_gap)),
+        "max_gap": jnp.max(mask * jnp.abs(jax.lax.stop_gradient(log_gap))),
         "pairs": jnp.sum((t.pair_weights > 0).astype(jnp.float32)),
         "margin_sum": jnp.sum(jnp.where(t.pair_weights > 0, margin, 0.0)),
         "preferred_sum": jnp.sum((t.pair_weights > 0) & (margin > 0)).astype(jnp.float32),
     }
 
 
-def _pairs(to_base: jax.Array, mask: jax.Array, t: Targets, coefs: LossCoefs) -> tuple[jax.Array, jax.Array]:
+def _pairs(to_ref: jax.Array, mask: jax.Array, t: Targets, coefs: LossCoefs) -> tuple[jax.Array, jax.Array]:
     """DPO's weighted loss over pairs, and the reward margin ``[Z]`` in units of beta."""
     pairs = t.pair_weights.shape[0]
     if not pairs:
         return jnp.float32(0), jnp.zeros((0,), jnp.float32)
-    gain = jax.ops.segment_sum((-to_base * mask).ravel(), t.sequence.ravel(), num_segments=2 * pairs)  # logp - ref a sequence
+    gain = jax.ops.segment_sum((-to_ref * mask).ravel(), t.sequence.ravel(), num_segments=2 * pairs)  # logp - ref a sequence
     margin = coefs.dpo_beta * (gain[0::2] - gain[1::2])
     return jnp.sum(t.pair_weights * -jax.nn.log_sigmoid(margin)), jax.lax.stop_gradient(margin)

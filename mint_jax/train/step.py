@@ -19,6 +19,7 @@ import optax
 from mint_jax import sharding
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.apply import Bound
+from mint_jax.lora.tree import Stacks
 from mint_jax.models import transformer
 from mint_jax.models.attention import Segments
 from mint_jax.models.config import ModelConfig
@@ -35,8 +36,8 @@ Slots = dict[int, jax.Array]  # bucket rank -> [n] int32, distinct slots
 def batch_logprobs(
     params: Any, lora: Bound | None, batch: Batch, cfg: ModelConfig, remat: str = "none"
 ) -> tuple[jax.Array, jax.Array | None]:
-    """``log p(target)`` of every target of a batch, ``[P, B, M]`` float32; with recorded routes also how far the router's own
-    choice before each target strays from them, ``[P, B, M]``, a share averaged over layers."""
+    """``log p(target)`` of every target of a batch at its temperature, ``[P, B, M]`` float32; with recorded routes also how far
+    the router's own choice before each target strays from them, ``[P, B, M]``, a share averaged over layers."""
     P, B, T, M = batch.shape
     rows = P * B
 
@@ -50,7 +51,8 @@ def batch_logprobs(
         params, lora, *tokens, cfg, segments=segments, replay=replay, keep_routes=replay is not None, remat=remat
     )
     picked = jnp.take_along_axis(h, flat(batch.index)[..., None], axis=1)
-    logp = target_logprobs(params, lora, picked, flat(batch.target)).reshape(P, B, M)
+    sharp = None if batch.inverse_temperature is None else flat(batch.inverse_temperature)
+    logp = target_logprobs(params, lora, picked, flat(batch.target), sharp).reshape(P, B, M)
     if replay is None:
         return logp, None
     missed = jnp.mean(kept["moe"]["missed"], axis=0)
@@ -59,9 +61,17 @@ def batch_logprobs(
 
 @functools.partial(jax.jit, static_argnames=("cfg",))
 @as_stored
-def score(params: Any, batch: Batch, *, cfg: ModelConfig) -> jax.Array:
-    """Logprobs of a batch under the bare base: the reference of KL terms and DPO costs no second model."""
-    return batch_logprobs(params, None, batch, cfg)[0]
+def score(params: Any, batch: Batch, stacks: Stacks, slots: Slots, *, cfg: ModelConfig) -> jax.Array:
+    """Logprobs of a batch under frozen adapters, or the bare base: the reference of KL terms and DPO costs no second model.
+
+    Args:
+        batch: P policies, first those of ``slots`` in their order, then those whose reference is the bare base.
+        stacks: the frozen adapters; empty where every reference is the bare base.
+        slots: which slot of ``stacks`` each policy's reference is.
+    """
+    bare = batch.shape[0] - sum(s.shape[0] for s in slots.values())
+    lora = lora_tree.bind_slots(stacks, slots, bare, params["final_norm"].dtype) if slots else None
+    return batch_logprobs(params, lora, batch, cfg)[0]
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "remat"), donate_argnames=("state",))

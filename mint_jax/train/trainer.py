@@ -5,7 +5,7 @@ prompts, no rewards.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from mint_jax.models.base import Base
 from mint_jax.train import state as state_lib
 from mint_jax.train import step as step_lib
 from mint_jax.train.batch import Batch, Group, Place, mask_unrouted, pack, padded_tokens
+from mint_jax.train.batch import Sequence as Target
 from mint_jax.train.losses import KINDS, KL_KINDS, LossCoefs
 from mint_jax.train.state import OptimizerConfig, State
 
@@ -31,22 +32,28 @@ class LossConfig:
 
     Attributes:
         kind: a name in ``losses.KINDS``.
-        clip_low, clip_high: PPO and CISPO clipping.
-        kl_kind, kl: KL to the base.
-        band_low, band_high: probability ratios outside are masked; ``inf`` above and 0 below switch it off.
+        clip_low, clip_high: PPO and CISPO clipping. ``clip_low`` is by default 0.2 for PPO, and 1, an open side, for CISPO.
+        kl_kind, kl: KL to the reference.
+        band_low, band_high: tokens whose probability ratio of trainer to sampler is outside are masked; ``inf`` above and 0 below
+            switch it off.
         dpo_beta: DPO only.
+        reference: what KL and DPO compare with: ``start``, the adapter that the policy began with (a fresh one is the base);
+            ``base``; or a revision's name.
     """
 
     kind: str = "ppo"
-    clip_low: float = 0.2
+    clip_low: float | None = None
     clip_high: float = 0.2
     kl_kind: str = "none"
     kl: float = 0.0
     band_low: float = 0.0
     band_high: float = float("inf")
     dpo_beta: float = 0.1
+    reference: str = "start"
 
     def __post_init__(self):
+        if not self.reference:
+            raise UserError("loss.reference is empty; expected 'start', 'base' or a revision's name")
         if self.kind not in KINDS:
             raise choice("loss", self.kind, KINDS)
         if self.kl_kind not in KL_KINDS:
@@ -55,8 +62,13 @@ class LossConfig:
             raise UserError(f"kl_kind 'k1' adjusts advantages, which loss {self.kind!r} has none of: use 'k3' or 'none'")
 
     @property
+    def low(self) -> float:
+        """``clip_low``, or that of the loss's paper."""
+        return self.clip_low if self.clip_low is not None else 1.0 if self.kind == "cispo" else 0.2
+
+    @property
     def needs_reference(self) -> bool:
-        """Whether the base's logprobs enter the loss."""
+        """Whether a reference's logprobs enter the loss."""
         return self.kind == "dpo" or (self.kl_kind != "none" and self.kl != 0.0)
 
     @property
@@ -80,7 +92,7 @@ def stack_coefs(configs: Sequence[LossConfig]) -> LossCoefs:
     """``LossCoefs`` of ``[P]`` arrays."""
 
     def column(name: str) -> np.ndarray:
-        values = [getattr(c, name) for c in configs]
+        values = [c.low if name == "clip_low" else getattr(c, name) for c in configs]
         if name == "kind":
             return np.array([KINDS.index(v) for v in values], np.int32)
         if name == "kl_kind":
@@ -117,6 +129,8 @@ class Trainer:
         self.specs = transformer.abstract(base.cfg)
         self.shapes = ShapeBook()
         self.slots = self._assign(policies)
+        self._references: dict[str, tuple[AdapterConfig, Any]] = {}
+        self._resident: tuple[Stacks, dict[str, Slot]] | None = None  # of the references, made when first used
         with jax.set_mesh(base.mesh):
             self.state: State = jax.jit(self._fresh)(np.array([p.seed & 0xFFFFFFFF for p in policies], np.uint32))
 
@@ -175,23 +189,53 @@ class Trainer:
     def _pack(self, chunk: list[list[Group]], shapes: ShapeBook) -> tuple[Batch, list[list[Place]]]:
         return pack(chunk, shapes, context=self.base.cfg.context, row_multiple=self.base.row_multiple)
 
-    def _reference(self, groups: list[list[Group]], shapes: ShapeBook) -> None:
-        """Fills each ``ref_logp`` that a pass lacks with the bare base's logprobs (0 at tokens that are no target)."""
+    def refer(self, name: str, config: AdapterConfig, adapter: Any) -> None:
+        """Sets the frozen adapter that a policy's reference logprobs are of; without one they are the bare base's.
+
+        Raises:
+            UserError: an unknown policy, or weights that do not fit their config.
+        """
+        self._order([name])
+        lora_tree.check_fits(adapter, config, self.specs, f"reference of policy {name!r}")
+        self._references[name] = config, adapter
+        self._resident = None
+
+    def references(self) -> tuple[Stacks, dict[str, Slot]]:
+        """The frozen adapters of the references, and which slot each policy's is; a policy without one has the bare base.
+
+        Raises:
+            UserError: a policy's loss names a revision that ``refer`` was not given.
+        """
+        for name, p in self.policies.items():
+            if p.loss.needs_reference and p.loss.reference not in ("start", "base") and name not in self._references:
+                raise UserError(f"policy {name!r}: its loss refers to {p.loss.reference!r}, whose adapter was not given: call refer()")
+        if self._resident is None:
+            stacks, slots = lora_tree.stack_adapters(self.specs, self._references)
+            self._resident = multihost.replicate(stacks, self.base.mesh), slots
+        return self._resident
+
+    def _reference(self, missing: Mapping[str, list[Group]], shapes: ShapeBook) -> None:
+        """Fills each ``ref_logp`` that a pass lacks with the reference's logprobs (0 at tokens that are no target)."""
+        stacks, all_slots = self.references()
+        adapted = sorted((n for n in missing if n in all_slots), key=lambda n: all_slots[n])
+        order = adapted + [n for n in missing if n not in all_slots]
+        buckets = sorted({all_slots[n].bucket for n in adapted})
+        slots = {b: np.array([all_slots[n].index for n in adapted if all_slots[n].bucket == b], np.int32) for b in buckets}
+        groups = [missing[n] for n in order]
         batch, places = self._pack(groups, shapes)  # in the shape that training has: nothing more to compile as lengths vary
         with jax.set_mesh(self.base.mesh):
-            logp = multihost.to_host(step_lib.score(self.base.params, batch, cfg=self.base.cfg))
+            used = {b: stacks[b] for b in buckets}
+            logp = multihost.to_host(step_lib.score(self.base.params, batch, used, slots, cfg=self.base.cfg))
         for chunk, where in zip(groups, places):
-            for s, place in zip([s for g in chunk for s in g.sequences], where):
-                if s.ref_logp is not None:
-                    continue
-                values = np.zeros(len(s.tokens), np.float32)
-                values[np.flatnonzero(s.weights)] = logp[place.policy, place.row, place.start : place.start + place.count]
-                s.ref_logp = values.tolist()
+            for s, values in _of_sequences(chunk, where, logp, 0.0):
+                if s.ref_logp is None:
+                    s.ref_logp = values
 
     def forward_backward(self, groups: Mapping[str, Sequence[Group]], shapes: ShapeBook | None = None) -> dict[str, dict[str, float]]:
         """Adds the gradients of each policy's groups to its sum; metrics per policy, summed over its tokens.
 
-        Reference logprobs are computed here for policies whose loss needs them and whose sequences lack them.
+        Reference logprobs are computed here for policies whose loss needs them and whose sequences lack them. Sequences
+        that a sampler drew and that have no ``first_logp`` are given theirs: later updates on them are measured by it.
 
         Args:
             shapes: the book of padded sizes to go by, where results must not depend on what else was trained here.
@@ -210,18 +254,27 @@ class Trainer:
         for chunk in self._passes(routed, ordered):
             live = [(n, g) for n, g in zip(ordered, chunk) if g]  # a policy with fewer groups sits later passes out
             names = [n for n, _ in live]
-            if missing := [g for n, g in live if self.policies[n].loss.needs_reference and _lacks_reference(g)]:
+            if missing := {n: g for n, g in live if self.policies[n].loss.needs_reference and _lacks_reference(g)}:
                 self._reference(missing, shapes)
-            batch, _ = self._pack([g for _, g in live], shapes)
+            batch, places = self._pack([g for _, g in live], shapes)
             coefs = stack_coefs([self.policies[n].loss for n in names])
             with jax.set_mesh(self.base.mesh):
-                self.state, _, metrics = step_lib.forward_backward(
+                self.state, logp, metrics = step_lib.forward_backward(
                     self.base.params, self.state, batch, coefs, self._slot_arrays(names), cfg=self.base.cfg, remat=self.remat
                 )
-            for key, values in multihost.to_host(metrics).items():
+            sampled = any(self.policies[n].loss.samples for n in names)
+            logp, metrics = multihost.to_host((logp if sampled else None, metrics))
+            for (name, chunk_), where in zip(live, places):
+                for s, values in _of_sequences(chunk_, where, logp, np.nan) if self.policies[name].loss.samples else ():
+                    if s.first_logp is None:
+                        s.first_logp = values
+            for key, values in metrics.items():
                 for name, value in zip(names, values):
                     old = totals[name].get(key, 0.0)
                     totals[name][key] = max(old, float(value)) if key == "max_gap" else old + float(value)
+        for name in ordered:  # masked sequences are copies
+            for s, mine in zip(_sequences(groups[name]), _sequences(routed[name])):
+                s.ref_logp, s.first_logp = mine.ref_logp, mine.first_logp
         return totals
 
     def optim_step(self, names: Sequence[str]) -> dict[str, dict[str, float]]:
@@ -256,7 +309,7 @@ class Trainer:
         return arrays
 
     def load_adapter(self, name: str, adapter: Any) -> None:
-        """Starts a policy from given weights, with fresh optimizer state.
+        """Starts a policy from given weights, with fresh optimizer state. They are its reference where that is ``start``.
 
         Raises:
             UserError: an unknown policy, or weights that do not fit its config.
@@ -266,6 +319,22 @@ class Trainer:
         p, slot = self.policies[name], self.slots[name]
         with jax.set_mesh(self.base.mesh):
             self.state = state_lib.start(self.state, p.adapter, slot.index, adapter, p.optimizer)
+        if p.loss.needs_reference and p.loss.reference == "start":
+            self.refer(name, p.adapter, adapter)
+
+
+def _sequences(groups: Sequence[Group]) -> list[Target]:
+    return [s for g in groups for s in g.sequences]
+
+
+def _of_sequences(
+    groups: Sequence[Group], places: Sequence[Place], values_PBM: np.ndarray, other: float
+) -> Iterator[tuple[Target, list[float]]]:
+    """Each sequence of a packed chunk and its values, one a token, ``other`` at tokens that are no target."""
+    for s, place in zip(_sequences(groups), places, strict=True):
+        values = np.full(len(s.tokens), other, np.float32)
+        values[np.flatnonzero(s.weights)] = values_PBM[place.policy, place.row, place.start : place.start + place.count]
+        yield s, values.tolist()
 
 
 def _lacks_reference(groups: Sequence[Group]) -> bool:

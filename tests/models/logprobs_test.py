@@ -62,6 +62,21 @@ def test_values_and_gradients_equal_torch(tied, slice_positions, rng):
     np.testing.assert_allclose(target_logprobs(params, None, h_BMD, targets_BM), want_BM, atol=1e-5)  # without a gradient
 
 
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_temperature_of_each_target_divides_its_logits(adapted, slice_positions, rng):
+    params, h_BMD, targets_BM, g_BM, table_VD = _inputs(rng, tied=True)
+    temperatures = rng.choice(np.float32([0.3, 0.7, 1.0, 2.5]), (B, M))
+    factors = {"unembed": {"a": rng.normal(size=(1, 1, 2, D)) * 0.3, "b": rng.normal(size=(1, 1, 2, V)) * 0.3}}
+    bound = bind([(jax.tree.map(np.float32, factors), np.ones(1, np.float32))]) if adapted else None
+    delta_DV = factors["unembed"]["a"][0, 0].T @ factors["unembed"]["b"][0, 0] if adapted else np.zeros((D, V))
+    out_BM, (mine_BMD,) = _with_gradients(lambda h: target_logprobs(params, bound, h, targets_BM, 1 / temperatures), [h_BMD], g_BM)
+    weights = torch.tensor(np.float64(table_VD.T) + delta_DV)
+    hot = torch.tensor(np.float64(temperatures))[..., None]
+    want_BM, (dh_BMD,) = _torch(lambda h: h @ weights / hot, [h_BMD], targets_BM, g_BM)
+    np.testing.assert_allclose(out_BM, want_BM, rtol=2e-6, atol=5e-5)  # float32 sums over 50 logits of size 10, and three times that at 0.3
+    np.testing.assert_allclose(mine_BMD, dh_BMD, atol=1e-4)
+
+
 def test_adapters_of_the_unembedding_get_their_gradients(slice_positions, rng):
     params, h_BMD, targets_BM, g_BM, table_VD = _inputs(rng, tied=True)
     sizes, scales = (2, 4), (np.array([2.0, 0.5], np.float32), np.array([3.0], np.float32))  # blocks of one row; the last is bare

@@ -27,6 +27,20 @@ def test_advantages_match_the_formula_of_each_rollout(baseline, divide_by_std, r
             np.testing.assert_allclose(got[q, g], expected, rtol=1e-6, atol=1e-12)  # float64, rounded to float32 at the end
 
 
+def test_each_baseline_divides_as_its_paper_does():
+    rewards = np.array([[1.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
+    std = math.sqrt(3) / 4  # of one 1 among four
+    expected = {
+        "group_mean": [[0.75 / (std + 1e-4)] + [-0.25 / (std + 1e-4)] * 3, [0.0] * 4],  # GRPO: 1.732, -0.577
+        "leave_one_out": [[1.0, -1 / 3, -1 / 3, -1 / 3], [0.0] * 4],  # RLOO: r_i - mean of the others
+        "none": rewards.tolist(),  # REINFORCE
+    }
+    for baseline, values in expected.items():
+        np.testing.assert_allclose(group_advantages(rewards, baseline), values, rtol=1e-6, err_msg=baseline)  # rounded to float32
+    assert group_advantages(rewards, "leave_one_out", divide_by_std=True)[0, 0] == pytest.approx(1 / (std + 1e-4))
+    assert group_advantages(rewards, "group_mean", divide_by_std=False)[0, 0] == 0.75
+
+
 def test_rewards_of_one_prompt_do_not_touch_another(rng):
     rewards_QG = rng.normal(size=(3, 4))
     changed = rewards_QG.copy()

@@ -31,17 +31,22 @@ def draw(rng, policies):
     """Log-probabilities and targets of P policies; a third of the places is padding with nonsense in it."""
     shape = (policies, B, M)
     logp, advantages = -rng.exponential(1.0, shape), rng.normal(0, 1, shape)
-    log_ratio = rng.normal(0, 0.5, shape)
+    log_ratio, log_gap = rng.normal(0, 0.5, (2, *shape))
     for edge in EDGES:
-        log_ratio = np.where(np.abs(log_ratio - np.log(edge)) < 1e-3, log_ratio + 3e-3, log_ratio)
+        log_ratio, log_gap = (np.where(np.abs(x - np.log(edge)) < 1e-3, x + 3e-3, x) for x in (log_ratio, log_gap))
+    is_first = rng.random(shape) < 0.3
+    log_ratio = np.where(is_first, 0.0, log_ratio)
     ref_logp, weights = logp + rng.normal(0, 0.5, shape), rng.uniform(0.1, 1.0, shape)
     padding = rng.random(shape) < 0.33
-    old_logp = np.where(padding, rng.normal(0, 100, shape), logp - log_ratio)
+    old_logp = np.where(padding, rng.normal(0, 100, shape), logp - log_ratio - log_gap)
+    first_logp = np.where(is_first, np.nan, np.where(padding, rng.normal(0, 100, shape), logp - log_ratio))
     ref_logp, weights = np.where(padding, rng.normal(0, 100, shape), ref_logp), np.where(padding, 0.0, weights)
     pair_weights = rng.uniform(0.1, 1.0, (policies, Z))
     pair_weights[:, rng.integers(Z)] = 0.0
     floats = [np.float32(x) for x in (weights, advantages, old_logp, ref_logp)]
-    return np.float32(logp), Targets(*floats, rng.integers(0, 2 * Z, shape, dtype=np.int32), np.float32(pair_weights))
+    return np.float32(logp), Targets(
+        *floats, rng.integers(0, 2 * Z, shape, dtype=np.int32), np.float32(pair_weights), np.float32(first_logp)
+    )
 
 
 def reference(logp_BM, t, c):
@@ -51,22 +56,24 @@ def reference(logp_BM, t, c):
     logp = logp_all[torch.tensor(live)]
     weights, advantage, old, ref = (torch.tensor(np.float64(x[live])) for x in (t.weights, t.advantages, t.old_logp, t.ref_logp))
     kind, kl_kind = KINDS[c.kind], KL_KINDS[c.kl_kind]
-    ratio = torch.exp(logp - old)
+    first = torch.tensor(np.float64(t.first_logp[live]))
+    first = torch.where(torch.isnan(first), logp.detach(), first)
+    ratio, gap = torch.exp(logp - first), torch.exp(first - old)
     clipped = torch.clamp(ratio, 1 - c.clip_low, 1 + c.clip_high)
     if kl_kind == "k1":
         advantage = advantage - c.kl * (logp - ref).detach()
     loss = {
         "cross_entropy": lambda: -logp,
         "reinforce": lambda: -advantage * logp,
-        "importance_sampling": lambda: -advantage * ratio,
-        "ppo": lambda: -torch.minimum(ratio * advantage, clipped * advantage),
-        "cispo": lambda: -clipped.detach() * advantage * logp,
+        "importance_sampling": lambda: -advantage * torch.exp(logp - old),
+        "ppo": lambda: -gap * torch.minimum(ratio * advantage, clipped * advantage),
+        "cispo": lambda: -gap * clipped.detach() * advantage * logp,
         "dpo": lambda: 0 * logp,
     }[kind]()
     k3 = torch.exp(ref - logp) - (ref - logp) - 1
     if kl_kind == "k3":
         loss = loss + c.kl * k3
-    outside = (ratio < c.band_low) | (ratio > c.band_high)
+    outside = (gap < c.band_low) | (gap > c.band_high)
     if kind not in ("cross_entropy", "dpo"):  # nothing was sampled there, so there is no ratio
         loss = torch.where(outside, 0.0, loss)
     total = (weights * loss).sum()
@@ -77,14 +84,16 @@ def reference(logp_BM, t, c):
         total = total - sum(w * torch.log(torch.sigmoid(m)) for w, m in zip(np.float64(t.pair_weights), margins))
     total.backward()
     paired = [float(m.detach()) for m, w in zip(margins, t.pair_weights) if w > 0]
+    above, below = ratio > 1 + c.clip_high, ratio < 1 - c.clip_low
+    binds = {"ppo": (above & (advantage > 0)) | (below & (advantage < 0)), "cispo": above | below}.get(kind, torch.zeros(()))
     metrics = {
         "tokens": live.sum(),
         "logp_sum": logp.sum(),
         "kl_sum": k3.sum(),
-        "clipped_sum": (clipped != ratio).sum(),
+        "clipped_sum": (binds * ~outside).sum(),
         "masked_sum": outside.sum(),
-        "gap_sum": (logp - old).abs().sum(),
-        "max_gap": (logp - old).abs().max(),
+        "gap_sum": (first - old).abs().sum(),
+        "max_gap": (first - old).abs().max(),
         "pairs": len(paired),
         "margin_sum": sum(paired),
         "preferred_sum": sum(m > 0 for m in paired),
@@ -138,17 +147,20 @@ def test_a_band_masks_only_what_was_sampled(rng):
 def test_ppo_clips_above_and_below_separately(high, expected):
     """A ratio of 1.25 with a positive advantage: its gradient is zero beyond 1 + clip_high, whatever clip_low is."""
     one = jnp.ones((1, 1), jnp.float32)
-    targets = Targets(one, one, one * -np.float32(np.log(1.25)), one, jnp.zeros((1, 1), jnp.int32), jnp.zeros((0,)))
+    before = one * -np.float32(np.log(1.25))
+    targets = Targets(one, one, before, one, jnp.zeros((1, 1), jnp.int32), jnp.zeros((0,)), before)
     c = coefs("ppo")._replace(clip_low=0.9, clip_high=high)
     grad = jax.jit(jax.grad(lambda logp: policy_loss(logp, targets, c)[0]))(jnp.zeros((1, 1)))
     np.testing.assert_allclose(grad, expected, rtol=1e-6)  # float32 rounding of exp(log(1.25))
 
 
 @pytest.mark.parametrize("gap", [-80.0, 80.0])
+@pytest.mark.parametrize("of_updates", [-80.0, 0.0, 80.0])
 @pytest.mark.parametrize("kind", ["importance_sampling", "ppo", "cispo"])
-def test_absurd_ratios_stay_finite(kind, gap):
+def test_absurd_ratios_stay_finite(kind, of_updates, gap):
     one = jnp.ones((1, 2), jnp.float32)
-    targets = Targets(one, -one, one * gap - 1, one * gap - 1, jnp.zeros((1, 2), jnp.int32), jnp.zeros((0,)))
+    first = one * of_updates - 1
+    targets = Targets(one, -one, first + gap, one * gap - 1, jnp.zeros((1, 2), jnp.int32), jnp.zeros((0,)), first)
     value, grad = jax.jit(jax.value_and_grad(lambda logp: policy_loss(logp, targets, coefs(kind, "k3"))[0]))(-one)
     assert np.isfinite(value)
     assert np.isfinite(grad).all()
@@ -159,3 +171,29 @@ def test_without_pairs_dpo_costs_nothing(rng):
     targets = jax.tree.map(lambda x: x[0], targets).replace(pair_weights=np.zeros((0,), np.float32))
     loss, metrics = jax.jit(policy_loss)(logp[0], targets, coefs("dpo"))
     assert (loss, metrics["pairs"], metrics["margin_sum"]) == (0, 0, 0)
+
+
+def test_a_band_judges_the_sampler_and_not_what_the_updates_did():
+    """Three tokens that the trainer saw as the sampler did, and whose probability updates have since moved by 1 / 3, 1 and 3."""
+    ones, moved = np.ones((1, 3), np.float32), np.log(np.float32([[1 / 3, 1, 3]]))
+    drawn = -2 * ones
+    targets = Targets(ones, ones, drawn, drawn, np.zeros((1, 3), np.int32), np.zeros(0, np.float32), drawn)
+    band = coefs("importance_sampling", band="band")
+    (_, metrics), grad = jax.value_and_grad(policy_loss, has_aux=True)(drawn + moved, targets, band)
+    assert metrics["masked_sum"] == 0
+    np.testing.assert_allclose(-grad, np.exp(moved), rtol=1e-6)  # float32
+    others = targets.replace(old_logp=drawn + np.float32([[-1, 0, 1]]))  # k is 2.7, 1, 0.37: out, in, out
+    assert policy_loss(drawn + moved, others, band)[1]["masked_sum"] == 2
+
+
+def test_a_clip_counts_only_where_it_binds():
+    """PPO's clip leaves alone a token that it would pull back; CISPO's weight is clipped whatever the advantage."""
+    ones, ratio = np.ones((1, 4), np.float32), np.float32([[2, 2, 0.1, 0.1]])
+    advantage, logp = np.float32([[1, -1, 1, -1]]), np.log(ratio) - 3
+    targets = Targets(ones, advantage, -3 * ones, ones, np.zeros((1, 4), np.int32), np.zeros(0, np.float32), -3 * ones)
+    counts = {kind: policy_loss(logp, targets, coefs(kind))[1]["clipped_sum"] for kind in KINDS}
+    assert counts == {"ppo": 2, "cispo": 4} | dict.fromkeys(["cross_entropy", "reinforce", "importance_sampling", "dpo"], 0)
+    open_below = coefs("cispo")._replace(clip_low=1.0)
+    assert policy_loss(logp, targets, open_below)[1]["clipped_sum"] == 2
+    grad = jax.grad(lambda x: policy_loss(x, targets, open_below)[0])(logp)
+    np.testing.assert_allclose(grad, -advantage * np.minimum(ratio, 1.6), rtol=1e-6)  # float32 rounding of exp(log)

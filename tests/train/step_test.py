@@ -44,6 +44,7 @@ class Reference:
         self.model, self.loss, self.opt, self.scale = model, policy.loss, policy.optimizer, policy.adapter.scale
         flat = params_lib.leaves_with_path(adapter)
         self.factors = {path: torch.tensor(np.float64(leaf), requires_grad=True) for path, leaf in flat}
+        self.first = {}  # log-probabilities before the first update, by sequence
         opt = policy.optimizer
         self.adamw = torch.optim.AdamW(
             self.factors.values(), opt.learning_rate, betas=(opt.b1, opt.b2), eps=opt.eps, weight_decay=opt.weight_decay
@@ -66,21 +67,22 @@ class Reference:
             logp, old = self.logp(prompt, s.tokens), torch.tensor(s.old_logp, dtype=torch.float64)
             ref = self.logp(prompt, s.tokens, bare=True).detach()
             advantage, weight = torch.tensor(s.advantages, dtype=torch.float64), torch.tensor(s.weights, dtype=torch.float64)
-            ratio = torch.exp(logp - old)
-            clipped = ratio.clamp(1 - c.clip_low, 1 + c.clip_high)
+            first = self.first.setdefault(id(s), logp.detach())
+            ratio, gap = torch.exp(logp - first), torch.exp(first - old)
+            clipped = ratio.clamp(1 - c.low, 1 + c.clip_high)
             if c.kl_kind == "k1":
                 advantage = advantage - c.kl * (logp - ref).detach()
             loss = {
-                "ppo": -torch.minimum(ratio * advantage, clipped * advantage),
-                "cispo": -clipped.detach() * advantage * logp,
-                "importance_sampling": -advantage * ratio,
+                "ppo": -gap * torch.minimum(ratio * advantage, clipped * advantage),
+                "cispo": -gap * clipped.detach() * advantage * logp,
+                "importance_sampling": -advantage * torch.exp(logp - old),
                 "reinforce": -advantage * logp,
             }[c.kind]
             if c.kl_kind == "k3":
                 loss = loss + c.kl * (torch.exp(ref - logp) - (ref - logp) - 1)
-            total = total + (weight * torch.where((ratio < c.band_low) | (ratio > c.band_high), 0.0, loss)).sum()
-            edges = torch.tensor([1 - c.clip_low, 1 + c.clip_high, c.band_low, c.band_high])
-            nearest = min(nearest, float((ratio.detach()[:, None] - edges).abs().min()))
+            total = total + (weight * torch.where((gap < c.band_low) | (gap > c.band_high), 0.0, loss)).sum()
+            for value, edges in ((ratio, (1 - c.low, 1 + c.clip_high)), (gap, (c.band_low, c.band_high))):
+                nearest = min(nearest, float((value.detach()[:, None] - torch.tensor(edges)).abs().min()))
         self.adamw.zero_grad()
         total.backward()
         grads = {path: x.grad.numpy().copy() for path, x in self.factors.items()}
@@ -114,15 +116,18 @@ FIRST = PolicyConfig(
     "first",
     AdapterConfig(3, 6.0, tree.LINEAR_TARGETS),
     OptimizerConfig(5e-3, eps=EPS, weight_decay=0.1, max_grad_norm=0.05, warmup_steps=2),
-    LossConfig("ppo", clip_low=0.2, clip_high=0.28, kl_kind="k3", kl=0.2),
+    LossConfig("ppo", clip_low=0.2, clip_high=0.28, kl_kind="k3", kl=0.2, reference="base"),
 )
 SECOND = PolicyConfig(
     "second",
     AdapterConfig(8, 8.0, ("q", "down", "embed", "unembed"), rslora=True),
     OptimizerConfig(2e-3, b1=0.8, b2=0.95, eps=EPS, max_grad_norm=0.0),
-    LossConfig("cispo", clip_low=0.3, clip_high=0.5, kl_kind="k1", kl=0.1, band_low=0.6, band_high=1.6),
+    LossConfig("cispo", clip_low=0.3, clip_high=0.5, kl_kind="k1", kl=0.1, band_low=0.6, band_high=1.6, reference="base"),
 )
-OTHER_LOSSES = (LossConfig("importance_sampling", kl_kind="k1", kl=0.3), LossConfig("reinforce", kl_kind="k3", kl=0.1, band_low=0.5))
+OTHER_LOSSES = (
+    LossConfig("importance_sampling", kl_kind="k1", kl=0.3, reference="base"),
+    LossConfig("reinforce", kl_kind="k3", kl=0.1, band_low=0.5, reference="base"),
+)
 
 
 @pytest.mark.parametrize("policies", [

@@ -135,7 +135,8 @@ def test_a_policy_s_adapter_comes_back_at_its_own_rank_and_targets(rng, tiny_bas
 
 def test_reference_logprobs_are_those_of_the_bare_model(rng, tiny_base, hf_dirs):
     base, model = tiny_base(), oracles.torch_model(hf_dirs("llama"))
-    trainer = Trainer(base, [dataclasses.replace(A, loss=LossConfig("ppo", kl_kind="k3", kl=0.1))], max_tokens=32)
+    loss = LossConfig("ppo", kl_kind="k3", kl=0.1, reference="base")
+    trainer = Trainer(base, [dataclasses.replace(A, loss=loss)], max_tokens=32)
     trainer.load_adapter("a", random_adapter(rng, base, A.adapter))
     groups = [random_group(rng, 4, (5, 3)), random_group(rng, 1, (6,)), random_group(rng, 7, (2, 1, 4))]
     groups[0].sequences[0].weights[1] = groups[2].sequences[2].weights[0] = 0.0
@@ -162,7 +163,7 @@ def test_reference_logprobs_are_computed_where_a_loss_needs_them_and_kept_where_
 
 
 def test_dpo_metrics_match_torch_with_the_adapter_merged(rng, tiny_base, hf_dirs):
-    base, dpo = tiny_base(), dataclasses.replace(B, loss=LossConfig("dpo", dpo_beta=0.7))
+    base, dpo = tiny_base(), dataclasses.replace(B, loss=LossConfig("dpo", dpo_beta=0.7, reference="base"))
     adapter = random_adapter(rng, base, dpo.adapter)
     trainer = Trainer(base, [dpo])
     trainer.load_adapter("b", adapter)
@@ -187,6 +188,93 @@ def test_dpo_metrics_match_torch_with_the_adapter_merged(rng, tiny_base, hf_dirs
     assert min(map(abs, margins)) > 1e-3
 
 
+@pytest.mark.parametrize("reference", ["start", "sft@7"])
+def test_dpo_and_kl_compare_with_the_adapter_that_their_reference_names(reference, rng, tiny_base, hf_dirs):
+    """Oracle: transformers with the adapters merged. Three policies in one pass, one of them with the bare base."""
+    base, only_q = tiny_base(), AdapterConfig(4, 2.0, ("q",))
+    losses = {
+        "dpo": LossConfig("dpo", dpo_beta=0.7, reference=reference),
+        "kl": LossConfig("ppo", kl_kind="k3", kl=0.1, reference=reference),
+        "bare": LossConfig("ppo", kl_kind="k3", kl=0.1, reference="base"),
+    }
+    trainer = Trainer(base, [PolicyConfig(n, only_q, OptimizerConfig(1e-2), loss, seed=i) for i, (n, loss) in enumerate(losses.items())])
+    started = {name: random_adapter(rng, base, only_q) for name in losses}
+    for name, adapter in started.items():
+        trainer.load_adapter(name, adapter)
+    named = {"dpo": (AdapterConfig(3, 6.0, ("q",)), None), "kl": (AdapterConfig(9, 4.0, ("q",)), None)}
+    named = {name: (config, random_adapter(rng, base, config)) for name, (config, _) in named.items()}
+    if reference == "start":
+        named = {name: (only_q, started[name]) for name in named}
+    else:
+        with pytest.raises(UserError, match=r"policy 'dpo': its loss refers to 'sft@7', whose adapter was not given"):
+            trainer.update({"dpo": [random_group(rng, 4, (5, 3), pair_weight=1.0)]})
+        for name, (config, adapter) in named.items():
+            trainer.refer(name, config, adapter)
+    models = {name: merged(oracles.torch_model(hf_dirs("llama")), adapter, config) for name, (config, adapter) in named.items()}
+    models["bare"] = oracles.torch_model(hf_dirs("llama"))
+    for step in range(2):  # the reference stands still while the policy moves
+        pairs = {"pair_weight": 0.5}
+        groups = {n: [random_group(rng, 4, (5, 3), **(pairs if n == "dpo" else {})) for _ in range(2)] for n in losses}
+        policies = {n: merged(oracles.torch_model(hf_dirs("llama")), trainer.adapter(n), only_q) for n in losses}
+        got = trainer.update(groups)
+        gains = {}
+        for name, model in models.items():
+            for g in groups[name]:
+                for s in g.sequences:
+                    expected = torch_logp(model, g.prefix, s.tokens)
+                    np.testing.assert_allclose(s.ref_logp, expected, rtol=0, atol=3e-5)  # float32 log-softmax over 97 logits, 3 layers
+                    gains.setdefault(name, []).append(torch_logp(policies[name], g.prefix, s.tokens).astype(np.float64) - expected)
+        k3 = {n: np.concatenate(gains[n]) for n in ("kl", "bare")}
+        for name, gain in k3.items():
+            np.testing.assert_allclose(got[name]["kl"], np.mean(np.exp(-gain) + gain - 1), rtol=1e-3, atol=1e-6)  # of differences of 1e-5
+        sums = [x.sum() for x in gains["dpo"]]
+        margins = [0.7 * (sums[2 * i] - sums[2 * i + 1]) for i in range(2)]
+        np.testing.assert_allclose(got["dpo"]["margin"], np.mean(margins), rtol=0, atol=2e-4)  # float32 sums of up to 8 logprobs of about 5
+        if reference == "start" and step == 0:
+            assert got["kl"]["kl"] < 1e-8
+            assert got["bare"]["kl"] > 1e-3
+        elif step == 0:
+            assert min(abs(m) for m in margins) > 1e-3
+
+
+def test_a_fresh_policy_s_reference_is_the_bare_base_at_no_cost(rng, tiny_base, monkeypatch):
+    trainer = Trainer(tiny_base(), [dataclasses.replace(A, loss=LossConfig("ppo", kl_kind="k3", kl=0.1))])
+    seen, real = [], step_lib.score
+    monkeypatch.setattr(step_lib, "score", lambda *args, **kwargs: seen.append(args[2:4]) or real(*args, **kwargs))
+    got = trainer.update({"a": [random_group(rng, 5, (6, 6))]})
+    assert seen == [({}, {})]
+    assert got["a"]["kl"] < 1e-8
+
+
+def test_lengths_that_vary_compile_no_second_scoring(rng, tiny_base):
+    trainer = Trainer(tiny_base(), [dataclasses.replace(A, loss=LossConfig("ppo", kl_kind="k3", kl=0.1))])
+    trainer.load_adapter("a", random_adapter(rng, trainer.base, A.adapter))
+    step_lib.score.clear_cache()
+    for lengths in ((7, 7), (6, 7), (7, 6), (6, 6)):
+        trainer.update({"a": [random_group(rng, 3, lengths)]})
+    assert step_lib.score._cache_size() == 1
+
+
+def test_the_first_update_s_log_probabilities_are_kept_for_the_later_ones(rng, tiny_base):
+    trainer = Trainer(tiny_base(), [dataclasses.replace(A, optimizer=OptimizerConfig(0.1))])
+    groups = [random_group(rng, 4, (5, 3))]
+    groups[0].sequences[0].weights[1] = 0.0
+    rows = [trainer.update({"a": groups})["a"] for _ in range(3)]
+    first = [np.array(s.first_logp) for s in groups[0].sequences]
+    assert np.isnan(first[0][1])
+    assert np.isfinite(np.concatenate([np.delete(first[0], 1), first[1]])).all()
+    gaps = np.concatenate([np.abs(f - s.old_logp)[np.array(s.weights) != 0] for f, s in zip(first, groups[0].sequences)])
+    assert rows[0]["clipped"] == 0.0
+    assert rows[2]["logp"] != pytest.approx(rows[0]["logp"], abs=1e-2), "the policy moved, so the test says something"
+    for row in rows:  # of the sampler and the first trainer, whatever the updates did
+        assert row["gap"] == pytest.approx(gaps.mean(), rel=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "low"), [("ppo", 0.2), ("cispo", 1.0)])
+def test_a_clip_has_its_paper_s_lower_side(kind, low):
+    assert stack_coefs([LossConfig(kind), LossConfig(kind, clip_low=0.25)]).clip_low.tolist() == [np.float32(low), 0.25]
+
+
 def test_means_are_reported_for_what_a_loss_has():
     totals = {"loss": 3.0, "tokens": 4.0, "pairs": 2.0, "logp_sum": -8.0, "kl_sum": 1.0, "clipped_sum": 2.0, "masked_sum": 3.0}
     totals |= {"gap_sum": 5.0, "max_gap": 4.5, "margin_sum": 7.0, "preferred_sum": 1.0}
@@ -204,7 +292,8 @@ def test_loss_configs_become_columns_of_numbers():
     c = stack_coefs(configs)
     assert c.kind.tolist() == [KINDS.index("dpo"), KINDS.index("cispo")]
     assert c.kl_kind.tolist() == [KL_KINDS.index("k3"), KL_KINDS.index("none")]
-    for name in ("clip_low", "clip_high", "kl", "band_low", "band_high", "dpo_beta"):
+    np.testing.assert_array_equal(c.clip_low, np.float32([0.2, 0.1]))
+    for name in ("clip_high", "kl", "band_low", "band_high", "dpo_beta"):
         np.testing.assert_array_equal(getattr(c, name), np.float32([getattr(each, name) for each in configs]))
 
 
