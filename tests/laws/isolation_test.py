@@ -8,6 +8,7 @@ import dataclasses
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -113,7 +114,8 @@ class Company:
         trainer, at = self.trainer, self.trainer.slots["a"]
         trainer.policies["a"] = dataclasses.replace(self.usual, loss=loss or self.usual.loss)
         state = jax.tree.map(np.copy, self.start)
-        mine = dataclasses.replace(state[at.bucket], hyper=state[at.bucket].hyper.put(at.index, optimizer))
+        hyper = jax.tree.map(jnp.asarray, state[at.bucket].hyper).put(at.index, optimizer)
+        mine = dataclasses.replace(state[at.bucket], hyper=hyper)
         if weights is not None:
             for factor in jax.tree.leaves(mine.adapters.factors):
                 weights(factor[:, at.index])
