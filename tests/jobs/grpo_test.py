@@ -15,7 +15,7 @@ from mint_jax.jobs import common, grpo
 from mint_jax.rollout import generate as program
 
 CONFIG = Path(__file__).parents[2] / "configs" / "tiny" / "grpo.py"
-WAIT_S = 60
+WAIT_S = 300
 
 
 def tiny(policies: dict, **changes):

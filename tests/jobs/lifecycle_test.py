@@ -17,7 +17,7 @@ from mint_jax.jobs import dpo, grpo, sft
 from mint_jax.train.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
-WAIT_S = 120
+WAIT_S = 300
 
 
 def tiny(job, *names, **changes):

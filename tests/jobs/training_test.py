@@ -150,6 +150,8 @@ def test_another_runs_workdir_is_refused(tmp_path):
         (lambda p: p.env.update({"name": "digits"}), "environment is 'digits'; choose one of"),
         (lambda p: p.sampling.update({"max_tokens": 512}), "exceed the context of 512"),
         (lambda p: p.sampling.update({"group_size": 1}), "at least 2 rollouts"),
+        (lambda p: p.sampling.update({"temperature": 0.0}), "sampling.temperature is 0.0"),
+        (lambda p: p.sampling.update({"top_p": 0.9}), "sampling.top_p is 0.9"),
         (lambda p: p.sampling.update({"normalisation": "mean"}), "normalisation is 'mean'"),
     ],
 )

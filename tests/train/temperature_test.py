@@ -153,7 +153,7 @@ def test_policies_of_one_pass_may_differ_in_temperature_and_so_does_their_refere
 )
 def test_rollouts_that_cannot_train_are_refused(setting, says):
     with pytest.raises(UserError, match=says):
-        Sampling(**setting)
+        Sampling(**setting).check_trains()
     if "temperature" in setting:
         groups = [Group([1], [Sequence([2], [1.0])], temperature=setting["temperature"])]
         with pytest.raises(UserError, match="a group was drawn at temperature"):
