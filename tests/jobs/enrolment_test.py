@@ -39,7 +39,7 @@ def enrol(catalog, folder, names=NAMES, schema=SCHEMA, fixed=()):
 
 
 def export(recorder, step, value, final=False, names=NAMES):
-    recorder.export({name: snapshot(value + i) for i, name in enumerate(names)}, step, "a test", final)
+    recorder.export({name: snapshot(value + i) for i, name in enumerate(names)}, step, "a test", final=final)
 
 
 def test_one_run_at_a_time_writes_a_policy(catalog, tmp_path):
