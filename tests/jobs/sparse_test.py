@@ -39,6 +39,7 @@ def test_the_base_is_a_checkpoint_that_learned(made, mesh):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+@pytest.mark.slow  # two whole trainings; that replay is exact is told by train/replay_test.py
 def test_rewards_rise_on_experts_and_replay_is_what_holds_them(made, tmp_path):
     """The trainer's router differs from the sampler's: with replay nothing is lost, without it learning suffers."""
     run = {}
