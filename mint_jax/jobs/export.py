@@ -30,6 +30,7 @@ class Settings(settings.WithCatalog):
 
 def run(config: Config, workdir: Path) -> dict[str, Any]:
     """Writes ``config.revision`` of ``config.catalog`` to the folder ``config.output``; returns the result it prints."""
+    settings.complete(config)  # a caller other than launch may leave settings out
     common.save_config(config, workdir)
     base = common.open_base(config)
     with catalogs.reading(config) as catalog:
