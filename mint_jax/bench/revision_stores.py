@@ -218,7 +218,7 @@ def _measure(site: Site, config: Any, sizes: Mapping[str, int], loads: int, adap
             export[name].append(_timed(lambda store=store: store.put([lone])))
             load[name].append(_cold(site, where, store, [0]))
             taken[name] = _space(site, where, len(lone))
-    one = {name: taken[name] | _figures(export, load, name, 1) for name in kinds}
+    out["one"] = {name: taken[name] | _figures(export, load, name) for name in kinds} | _ratios(export, load)
 
     stores = {name: make(site.url(f"many-{name}")) for name, make in kinds.items()}
     export, load = {name: [] for name in kinds}, {name: [] for name in kinds}
@@ -234,18 +234,11 @@ def _measure(site: Site, config: Any, sizes: Mapping[str, int], loads: int, adap
     for _ in range(config.n):
         for name, store in stores.items():
             load[name].append(_cold(site, f"many-{name}", store, draw.sample(range(held[name]), min(loads, held[name]))))
-    many = {}
-    for name in kinds:
-        many[name] = (
-            {"measured": held[name]} | _space(site, f"many-{name}", held[name] * len(lone)) | _figures(export, load, name, held[name])
-        )
-    for title, found in (("one", one), ("many", many)):
-        out[title] = found
-    for name in kinds:
-        if name != "packs":
-            out[f"ratio_export_{name}"] = timing.ratio(export, name, "packs")
-            out[f"ratio_cold_load_{name}"] = timing.ratio(load, name, "packs")
-    return out
+    many = {
+        name: {"measured": held[name]} | _space(site, f"many-{name}", held[name] * len(lone)) | _figures(export, load, name)
+        for name in kinds
+    }
+    return out | {"many": many | _ratios(export, load)}
 
 
 def _working(site: Site, adapters: Adapters) -> tuple[dict[str, Callable[[str], Store]], dict[str, str]]:
@@ -288,8 +281,14 @@ def _space(site: Site, where: str, payload: int) -> dict[str, Any]:
     return {"files": len(sizes), "bytes": sum(sizes), "bytes_over_payload": round(sum(sizes) / payload, 3)}
 
 
-def _figures(export: Mapping[str, list[float]], load: Mapping[str, list[float]], name: str, count: int) -> dict[str, Any]:
+def _figures(export: Mapping[str, list[float]], load: Mapping[str, list[float]], name: str) -> dict[str, Any]:
     return {"export_ms_each": timing.median(export[name], 1e3), "cold_load_ms": timing.median(load[name], 1e3)}
+
+
+def _ratios(export: Mapping[str, list[float]], load: Mapping[str, list[float]]) -> dict[str, Any]:
+    """How many times longer each store takes than packs."""
+    sides = {"export": export, "cold_load": load}
+    return {f"ratio_{what}_{name}": timing.ratio(of, name, "packs") for what, of in sides.items() for name in of if name != "packs"}
 
 
 @contextlib.contextmanager
