@@ -4,6 +4,7 @@ On every family of bases, in the form of the CPU and in that of accelerators (on
 in training and in sampling.
 """
 
+import copy
 import dataclasses
 
 import chex
@@ -44,7 +45,8 @@ def random_groups(rng, vocab, prompts=2, lengths=(6, 4)):
 
 
 def poisoned(groups, value):
-    """The groups with one advantage replaced."""
+    """A copy of the groups with one advantage replaced."""
+    groups = copy.deepcopy(groups)
     groups[0].sequences[0].advantages[1] = value
     return groups
 
@@ -91,22 +93,22 @@ SKIPS = {"nan advantage", "infinite advantage", "nan weights", "one infinite wei
 class Company:
     """Policies a, b and c in training, with random adapters, and what b, c and the base get beside an a that does as it is told."""
 
-    def __init__(self, base, rng):
+    def __init__(self, base, rng, ranks=RANKS):
         vocab, targets = base.cfg.vocab_size, TARGETS if base.cfg.experts is None else (*TARGETS, "router")
-        configs = {n: AdapterConfig(r, targets=targets) for n, r in RANKS.items()}
+        configs = {n: AdapterConfig(r, targets=targets) for n, r in ranks.items()}
         others = {"optimizer": OptimizerConfig(learning_rate=3e-3), "loss": LossConfig("reinforce")}
         usual = {"optimizer": USUAL, "loss": LossConfig("importance_sampling")}
         self.usual = PolicyConfig("a", configs["a"], **usual)
         self.trainer = Trainer(base, [self.usual if n == "a" else PolicyConfig(n, c, **others) for n, c in configs.items()])
         self.shardings = jax.tree.map(lambda x: x.sharding, self.trainer.state)
         self.start = jax.tree.map(np.array, self.trainer.state)
-        for name, rank in RANKS.items():  # B is not zero, so that every product matters; rows behind the true rank stay zero
+        for name, rank in ranks.items():  # B is not zero, so that every product matters; rows behind the true rank stay zero
             at = self.trainer.slots[name]
             for factor in jax.tree.leaves(self.start[at.bucket].adapters.factors):
                 mine = factor[:, at.index, ..., :rank, :]
                 mine[...] = 0.2 * rng.normal(size=mine.shape)
-        self.steps = [{n: random_groups(rng, vocab) for n in RANKS} for _ in range(2)]
-        self.texts = rng.integers(3, vocab, (4, 13)).tolist()
+        self.steps = [{n: random_groups(rng, vocab) for n in ranks} for _ in range(2)]
+        self.texts = rng.integers(3, vocab, (len(ranks) + 1, 13)).tolist()
         self.engine, self.scorer = DenseEngine(base), Scorer(base)
 
     def run(self, optimizer=USUAL, loss=None, advantage=None, weights=None, sampling=None):
@@ -120,12 +122,12 @@ class Company:
             for factor in jax.tree.leaves(mine.adapters.factors):
                 weights(factor[:, at.index])
         trainer.state = dict(jax.device_put(state | {at.bucket: mine}, self.shardings))
-        seen = {name: [] for name in (*RANKS, "base")}
+        seen = {name: [] for name in (*trainer.slots, "base")}
         skipped = []
         for groups in self.steps:
             given = groups if advantage is None else groups | {"a": poisoned(groups["a"], advantage)}
-            for metrics in (trainer.forward_backward(given), trainer.optim_step(list(RANKS))):  # gradient sums; the rest
-                for name in RANKS:
+            for metrics in (trainer.forward_backward(given), trainer.optim_step(list(given))):  # gradient sums; the rest
+                for name in given:
                     seen[name].append((metrics[name], slot(trainer, name)))
             skipped.append(metrics["a"]["skipped"])
         owners = dict(trainer.slots) | {"base": None}
@@ -140,11 +142,10 @@ class Company:
 
     def check(self, extremes):
         quiet, skipped = self.run()
-        chex.assert_tree_all_finite(quiet)
         assert skipped == [0, 0]
         for extreme in extremes:
             loud, skipped = self.run(**EXTREMES[extreme])
-            for name in ("b", "c", "base"):
+            for name in set(quiet) - {"a"}:
                 try:
                     assert_same_bits(quiet[name], loud[name])
                 except AssertionError as difference:
@@ -154,40 +155,38 @@ class Company:
             assert extreme not in SKIPS or skipped == [1, 1], f"{extreme}: a skipped {skipped}"
 
 
-FAMILIES = ("llama", "qwen3_moe", "deepseek_v3", "glm")  # one of each kind; the others are slow
+FAST = ("llama", "qwen3_moe")
 
 
-@pytest.mark.parametrize("family", [f if f in FAMILIES else pytest.param(f, marks=pytest.mark.slow) for f in oracles.TINY])
+@pytest.mark.parametrize("family", [f if f in FAST else pytest.param(f, marks=pytest.mark.slow) for f in oracles.TINY])
 def test_a_policy_of_the_same_batch_changes_no_bit_of_the_others(family, tiny_base, rng):
     Company(tiny_base(family), rng).check(EXTREMES)
 
 
-SPARSE = ("qwen3_moe", *(pytest.param(f, marks=pytest.mark.slow) for f in ("deepseek_v3", "moonlight", "deepseek_v32", "glm")))
+SPARSE = ("qwen3_moe", "deepseek_v3", "moonlight", "deepseek_v32", "glm")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", SPARSE)
 def test_nor_in_the_form_of_accelerators(family, tiny_base, form_of_accelerators, rng):
     Company(tiny_base(family), rng).check(EXTREMES)
 
 
-OVER_MESHES = [
-    ("experts", "expert4_tensor2", "all_to_all"),
-    *(
-        pytest.param(family, name, way, marks=pytest.mark.slow)
-        for family in ("dense", "experts", "indexed")
-        for name in MESHES
-        for way in (("gather",) if family == "dense" else ("gather", "all_to_all"))
-        if (family, name, way) != ("experts", "expert4_tensor2", "all_to_all")
-    ),
-]
+def over_mesh(family, name, way, tmp_path, monkeypatch):
+    """That family's base over eight devices, whose experts' tokens travel that way."""
+    monkeypatch.setattr(expert_parallel, "GATHER_TOKENS", {"gather": 1 << 30, "all_to_all": 0}[way])
+    jax.clear_caches()  # programs of the other way have the same shapes
+    return base_lib.load(save_checkpoint(family, tmp_path), make_mesh(MESHES[name]))
 
 
-@pytest.mark.parametrize(("family", "name", "way"), OVER_MESHES)
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["gather", "all_to_all"])
+@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("family", ["dense", "experts", "indexed"])
 def test_nor_over_a_mesh(family, name, way, tmp_path, monkeypatch, rng):
-    if way == "all_to_all":
-        monkeypatch.setattr(expert_parallel, "GATHER_TOKENS", 0)
-    base = base_lib.load(save_checkpoint(family, tmp_path), make_mesh(MESHES[name]))
-    Company(base, rng).check(EXTREMES)
+    if family == "dense" and way == "all_to_all":
+        pytest.skip("no experts, no ways")
+    Company(over_mesh(family, name, way, tmp_path, monkeypatch), rng).check(EXTREMES)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -254,3 +253,22 @@ def test_policies_together_are_policies_one_by_one(tiny_base, rng):
         alone.optim_step([name])
     for name in RANKS:  # 1e-5: the clipping norm sums squares in another order, and Adam divides by their root
         chex.assert_trees_all_close(slot(together, name), slot(alone, name), rtol=1e-5, atol=1e-9)
+
+
+PAIR = {"a": 3, "b": 3}
+
+
+@pytest.mark.usefixtures("quick_compiles")  # from here to the end of the file: the slow set runs all of this as users do
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm"])
+def test_in_short_no_bit_changes_in_other_families(family, tiny_base, rng):
+    Company(tiny_base(family), rng, PAIR).check(EXTREMES)
+
+
+@pytest.mark.usefixtures("quick_compiles")
+def test_in_short_no_bit_changes_in_the_form_of_accelerators(tiny_base, form_of_accelerators, rng):
+    Company(tiny_base("qwen3_moe"), rng, PAIR).check(EXTREMES)
+
+
+@pytest.mark.usefixtures("quick_compiles")
+def test_in_short_no_bit_changes_over_a_mesh(tmp_path, monkeypatch, rng):
+    Company(over_mesh("experts", "expert4_tensor2", "all_to_all", tmp_path, monkeypatch), rng, PAIR).check(EXTREMES)
