@@ -225,8 +225,8 @@ class TrainingRun:
         self._steps_at[number] = extra["step"]
         self.step, self.notes = extra["step"], extra["notes"]
         for name, books in self.shapes.items():
-            shapes = extra["shapes"]  # a list where all policies shared their books, in checkpoints of before
-            for book, seen in zip(books, shapes if isinstance(shapes, list) else shapes[name]):
+            shapes = extra["shapes"]  # in checkpoints of before a list, that of updates first: all policies shared their books
+            for book, seen in zip(books, shapes[::-1] if isinstance(shapes, list) else shapes[name]):
                 book.seen = [tuple(shape) for shape in seen]
         common.say(f"resumed checkpoint {number}: " + ", ".join(f"{n} at step {s}" for n, s in self.step.items()))
         return extra["exported"]
