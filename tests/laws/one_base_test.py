@@ -95,7 +95,8 @@ def programs(trainer, rng):
     return {
         "forward_backward": (lambda *a: step.forward_backward(*a, cfg=cfg, remat="names"), (params, trainer.state, batch, coefs, slots)),
         "optim_step": (step.optim_step, (trainer.state, slots)),
-        "score": (lambda *a: step.score(*a, cfg=cfg), (params, batch)),
+        "score": (lambda *a: step.score(*a, cfg=cfg), (params, batch, trainer.stacks, slots)),
+        "score of the base": (lambda *a: step.score(*a, cfg=cfg), (params, batch, {}, {})),
         "next_token_logprobs": (lambda *a: next_token_logprobs(*a, cfg=cfg), (params, lora, prompt)),
         "prefill": (lambda *a: generate.prefill(*a, cfg=cfg, rollouts=1, new_tokens=C), args),
         "decode": (lambda *a: generate.decode(*a, cfg=cfg), (params, lora, cache, lengths, decoding, sampling, limits, jnp.int32(C))),
