@@ -14,6 +14,7 @@ def get_config(size: str = "default") -> ConfigDict:
     config.bench = "packed_load"
     config.seed = 0
     config.n = 7
+    config.host_fills = 5  # of the host cache, each in a process of its own
     config.distinct = 16
     config.rank = 1
     config.dtype = "bfloat16"
@@ -25,6 +26,7 @@ def get_config(size: str = "default") -> ConfigDict:
     config.peft = ConfigDict({"layers": 8, "d_model": 512, "rank": 8})
     if size == "ci":
         config.n = 5
+        config.host_fills = 1
         config.shape.update({"layers": 4, "experts": 16, "d_model": 256, "width": 96, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64})
         config.small.count = 500
         config.pause.update({"layers": 2, "d_model": 128, "vocab_size": 512, "quiet": 10, "windows": 5})

@@ -26,7 +26,6 @@ all cores, which makes both sides faster, the ratio is up to ``cold_over_1_cpu``
 ``decode_pause_p99``: see ``decode_pause``.
 """
 
-import multiprocessing
 import os
 import shutil
 import time
@@ -40,6 +39,7 @@ import numpy as np
 
 from mint_jax import host
 from mint_jax.bench import timing
+from mint_jax.bench.alone import alone
 from mint_jax.bench.decode_pause import decode_pause
 from mint_jax.bench.packed_files import Files
 from mint_jax.bench.packed_store import BASE, TARGETS, Store, forget, load, residency_of
@@ -194,10 +194,10 @@ def _host_bytes(config: Any, files: Files, folder: Path) -> dict[str, Any]:
     del objects
     out: dict[str, Any] = {}
     for name, store, shape, all_digests in (("", files.store, files.cfg, files.digests), ("_small", little, cfg, digests)):
-        with multiprocessing.get_context("spawn").Pool(1) as pool:  # a fresh process: no freed memory hides what is taken
-            grown, counted = pool.apply(_fill_host, (store.folder, shape, all_digests))
-        out[f"host_bytes_ratio{name}"] = round(grown / counted, 4)
-        out[f"host_bytes{name}"] = counted
+        # each in a fresh process: no freed memory hides what is taken
+        fills = [alone(_fill_host, store.folder, shape, all_digests) for _ in range(config.host_fills)]
+        out[f"host_bytes_ratio{name}"] = timing.median(grown / counted for grown, counted in fills)
+        out[f"host_bytes{name}"] = fills[0][1]
     return out
 
 
