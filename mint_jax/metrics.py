@@ -78,7 +78,9 @@ class MetricsWriter:
             ) from None
 
     def close(self) -> None:
-        for file in (self._file, self._board):
+        """What was written is in the files. A second time, as when an interruption meets the end of a run, it does nothing."""
+        files, self._file, self._board = (self._file, self._board), None, None
+        for file in files:
             if file is not None:
                 try:
                     file.close()

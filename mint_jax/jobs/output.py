@@ -5,15 +5,17 @@ job that finds one goes on with the rows that it lacks. ``OUTPUT`` appears whole
 """
 
 import contextlib
+import fcntl
 import json
 import os
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mint_jax import multihost
 from mint_jax.data.sources import Row, json_line, write_rows
-from mint_jax.errors import UserError
+from mint_jax.errors import Interrupted, UserError
 
 
 class Output:
@@ -28,8 +30,8 @@ class Output:
         rows: what is done, by its index in the input.
 
     Raises:
-        UserError: the folder cannot be written, or a part is there that was made from something else. Leaving the context on
-            Ctrl-C says in one line how many rows are done and how to go on.
+        UserError: the folder cannot be written, another process writes there, or a part is there that was made from something else.
+        Interrupted: leaving the context on Ctrl-C or SIGTERM; one line says how many rows are done and how to go on.
     """
 
     def __init__(self, path: Path, total: int, made_from: Mapping[str, Any]):
@@ -37,25 +39,29 @@ class Output:
         self.rows: dict[int, Row] = {}
         self._made_from: dict[str, Any] = {}
         self._file: Any = None
-        entries = multihost.agree("rows that are done", self._open)
-        for entry in entries:
-            if "row" in entry:
-                self.rows[entry["row"]] = entry["result"]
-            else:
-                self._made_from |= entry["made_from"]
-        self.begin(made_from)
+        try:
+            for entry in multihost.agree("rows that are done", self._open):
+                if "row" in entry:
+                    self.rows[entry["row"]] = entry["result"]
+                else:
+                    self._made_from |= entry["made_from"]
+            self.begin(made_from)
+        except BaseException:
+            if self._file is not None:
+                self._file.close()
+            raise
 
     def __enter__(self) -> "Output":
         return self
 
-    def __exit__(self, kind: Any, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if self._file is not None:
             with contextlib.suppress(OSError):  # a full disk has been told of
                 self._file.close()
             if not self.rows:
                 self.part.unlink(missing_ok=True)
-        if kind is KeyboardInterrupt:
-            raise UserError(f"interrupted: {self._done()}") from None
+        if isinstance(error, KeyboardInterrupt):
+            raise Interrupted(f"{str(error) or 'SIGINT'}; {self._done()}", getattr(error, "number", signal.SIGINT)) from None
 
     def begin(self, made_from: Mapping[str, Any]) -> None:
         """Notes what the rows are made from, as far as it is known by now.
@@ -90,6 +96,7 @@ class Output:
             if self.path.is_dir():
                 raise IsADirectoryError("it is a folder")
             self._file = self.part.open("a+b")
+            self._hold()
             self._file.seek(0)
             whole = self._file.read()
             lines = whole[: whole.rfind(b"\n") + 1].splitlines()
@@ -106,6 +113,15 @@ class Output:
             self._file.truncate(0)
             return []
         return entries
+
+    def _hold(self) -> None:
+        """Refuses an output that another process is writing: two would leave each other's rows in one part."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"output {self.path} is being written by another process: wait until it ends, or choose another") from None
+        except OSError:
+            pass  # a file system without locks
 
     def _append(self, entries: list[Row]) -> None:
         try:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import signal
 import types
 
 import jax
@@ -14,8 +15,9 @@ from ml_collections import ConfigDict
 
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import pack, unpack
-from mint_jax.errors import UserError
+from mint_jax.errors import Interrupted, UserError
 from mint_jax.jobs import JOBS, export, import_, sample, score
+from mint_jax.jobs.output import Output
 from tests import oracles
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -241,7 +243,7 @@ def job(request, hf_dirs, rng, tmp_path):
 def interrupt(monkeypatch, job, error=KeyboardInterrupt):
     """The second batch ends in ``error``, after its rows are written."""
 
-    class Interrupted(job.module.Progress):
+    class Stops(job.module.Progress):
         seen = 0
 
         def update(self, done, detail=""):
@@ -249,24 +251,37 @@ def interrupt(monkeypatch, job, error=KeyboardInterrupt):
             if self.seen == 2:
                 raise error
 
-    monkeypatch.setattr(job.module, "Progress", Interrupted)
+    monkeypatch.setattr(job.module, "Progress", Stops)
 
 
-def test_an_interrupted_job_goes_on_where_it_was(job, monkeypatch):
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), Interrupted("SIGTERM", signal.SIGTERM)], ids=["SIGINT", "SIGTERM"])
+def test_an_interrupted_job_goes_on_where_it_was(error, job, monkeypatch):
     assert job.run()["resumed"] == 0
     whole = job.output.read_bytes()
     assert [p.name for p in job.output.parent.iterdir()] == ["all.jsonl"]
     job.output.unlink()
     with monkeypatch.context() as patch:
-        interrupt(patch, job)
-        with pytest.raises(UserError, match=r"^interrupted: 4 of 6 rows are in .*all\.jsonl\.part; the same command goes on with the"):
+        interrupt(patch, job, error)
+        says = r"4 of 6 rows are in .*all\.jsonl\.part; the same command goes on with the"
+        with pytest.raises(Interrupted, match=rf"^{str(error) or 'SIGINT'}; {says}") as told:
             job.run()
+        assert told.value.number == getattr(error, "number", signal.SIGINT)
     part = job.output.parent / "all.jsonl.part"
     part.write_bytes(part.read_bytes() + b'{"row": 5, "resu')  # as a crash may leave it
     assert not job.output.exists()
     assert job.run()["resumed"] == 4
     assert job.output.read_bytes() == whole
     assert [p.name for p in job.output.parent.iterdir()] == ["all.jsonl"]
+
+
+def test_an_output_that_is_being_written_is_left_alone(tmp_path):
+    path = tmp_path / "out.jsonl"
+    with Output(path, 2, {"input": "a"}) as first:
+        first.add({0: {"x": 1}})
+        with pytest.raises(UserError, match=r"output .*out\.jsonl is being written by another process: wait until it ends"):
+            Output(path, 2, {"input": "a"})
+    with Output(path, 2, {"input": "a"}) as second:  # which has ended, with a row done
+        assert second.rows == {0: {"x": 1}}
 
 
 def test_a_part_of_other_rows_or_settings_is_refused(job, hf_dirs, tmp_path, monkeypatch):
@@ -291,10 +306,10 @@ def test_a_name_that_means_another_revision_by_now_is_refused(hf_dirs, adapters,
     write_lines(tmp_path / "in.jsonl", [{"tokens": [5, 6], "adapter": "p@latest"}] * 3)
     fields = {"base": base, "catalog": catalog, "input": str(tmp_path / "in.jsonl"), "output": str(tmp_path / "out"), "max_tokens": 2}
     import_.run(config_of("import", base=base, input=adapters[0], policy="p", catalog=catalog), tmp_path / "work")
-    for says in ("interrupted: 2 of 3", r"2 of 3 rows of a run with adapter p@latest '[0-9a-f]{64}'"):
+    for kind, says in ((Interrupted, "2 of 3 rows are"), (UserError, r"2 of 3 rows of a run with adapter p@latest '[0-9a-f]{64}'")):
         with monkeypatch.context() as patch:
             interrupt(patch, types.SimpleNamespace(module=score))
-            with pytest.raises(UserError, match=says):
+            with pytest.raises(kind, match=says):
                 score.run(config_of("score", **fields), tmp_path / "work")
         with Catalog.open(tmp_path / "catalog") as opened:
             adapter, schema = unpack(opened.load("p"))

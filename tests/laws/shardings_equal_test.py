@@ -165,6 +165,7 @@ def test_eight_devices_equal_one(family, name, problem):
     # float32: parts summed on several devices are added in another order, units of the last place of terms up to about 10
     for key in ("sampled", "scores", "train", "update"):
         chex.assert_trees_all_close(many[key], one[key], rtol=1e-4, atol=2e-5)
-    largest = max(np.abs(x).max() for x in jax.tree.leaves(one["gradients"]))
-    chex.assert_trees_all_close(many["gradients"], one["gradients"], rtol=0, atol=1e-5 * largest)
-    chex.assert_trees_all_close(many["adapters"], one["adapters"], rtol=1e-5, atol=1e-6)
+    rounding = 1e-5 * max(np.abs(x).max() for x in jax.tree.leaves(one["gradients"]))
+    chex.assert_trees_all_close(many["gradients"], one["gradients"], rtol=0, atol=rounding)
+    # with eps 1 an update moves by at most the learning rate times the difference of two gradients; then units of the last place
+    chex.assert_trees_all_close(many["adapters"], one["adapters"], rtol=1e-5, atol=0.1 * rounding + 1e-6)

@@ -6,6 +6,7 @@ A reader gets what was stored or a ``UserError``, never something else; ``verify
 import contextlib
 import os
 import random
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -106,7 +107,11 @@ def test_a_payload_that_lies_nowhere_is_found(whole, tmp_path):
     folder, truth = whole
     shutil.copytree(folder, tmp_path / "catalog")
     data = bytearray((folder / "catalog.db").read_bytes())
-    data[data.index(b"\x07\x4c\x09") + 2] ^= 2  # a header of 7 bytes: a blob of 32, then the constant 1
+    digest = truth["p@1"].digest
+    # before the row's values stand their types: a blob of 32 (0x4c), schema_id and pack_id the constant 1 (9), four more
+    types = re.search(rb"\x4c\x09\x09.{4}" + re.escape(bytes.fromhex(digest)), data, re.DOTALL)
+    assert types is not None
+    data[types.start() + 2] ^= 2
     (tmp_path / "catalog" / "catalog.db").write_bytes(data)
     refused, found = look(tmp_path / "catalog", truth)
     assert refused
