@@ -9,6 +9,7 @@ Where several processes run, all make the same calls in the same order, on one s
 
 import errno
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,8 @@ class Checkpoints:
         )
         for logger in (absl.logging.get_absl_logger(), logging.getLogger("asyncio")):
             logger.addFilter(_told_by_wait)
+        if not isinstance(sys.unraisablehook, _Others):
+            sys.unraisablehook = _Others(sys.unraisablehook)
         self.directory = Path(directory).absolute()
         self._manager = ocp.CheckpointManager(self.directory, options=options)
         self._on_commit = on_commit
@@ -149,6 +152,20 @@ class Checkpoints:
 
 def _like(arrays: Any) -> Any:
     return ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, arrays))
+
+
+class _Others:
+    """A hook for errors that nobody can catch, of those that ``wait`` has not told of.
+
+    A save that fails closes its event loop; TensorStore's other writes then report to it, with a stack trace for each.
+    """
+
+    def __init__(self, hook: Callable[[Any], Any]):
+        self._hook = hook
+
+    def __call__(self, unraisable: Any) -> None:
+        if not (isinstance(unraisable.exc_value, RuntimeError) and str(unraisable.exc_value) == "Event loop is closed"):
+            self._hook(unraisable)
 
 
 def _told_by_wait(record: logging.LogRecord) -> bool:

@@ -59,9 +59,17 @@ RUNS = (
     Run("sft", "sft/smollm2.py", 2, seeds=_SEEDS),
     Run("dpo", "dpo/smollm2.py", 3, seeds=_SEEDS),
     Run("pretrain_moe", "tiny/pretrain_moe.py", 1, committed=False),
-    Run("grpo_moe", "tiny/grpo_moe.py", 2, (_SPARSE_BASE,), _SEEDS),
-    Run("grpo_moe_noise", "tiny/grpo_moe.py", 1, (_SPARSE_BASE, "--config.router_noise=0.3"), _SEEDS),
-    Run("grpo_moe_noise_no_replay", "tiny/grpo_moe.py", 2, (_SPARSE_BASE, "--config.router_noise=0.3", _NO_REPLAY), _SEEDS),
+    *(
+        Run(
+            f"{name}{'' if replay else '_no_replay'}",
+            "tiny/grpo_moe.py",
+            2,
+            (_SPARSE_BASE, *differs, *(() if replay else (_NO_REPLAY,))),
+            _SEEDS,
+        )
+        for name, _, differs in tables.MISMATCHES
+        for replay in (True, False)
+    ),
     Run("train_vs_peft", "bench/train_vs_peft.py", 5),
     Run("concurrent_grpo", "bench/concurrent_grpo.py", 5, pictures=(("crossover.png", "concurrent_grpo_crossover.png"),)),
     Run("handoff", "bench/handoff.py", 4),

@@ -6,12 +6,15 @@ Random inputs are new in every session: the seed is printed at the top and repea
 import gc
 import os
 
+from tests.compiled import quickly
+
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Eight devices are eight threads: on a busy machine the last comes late to a sum, and XLA ends the process after 40 s.
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
-    " --xla_force_host_platform_device_count=8"
-    " --xla_cpu_collective_call_warn_stuck_timeout_seconds=300 --xla_cpu_collective_call_terminate_timeout_seconds=900"
-)
+if "xla_cpu_collective" not in os.environ.get("XLA_FLAGS", ""):  # workers inherit them
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
+        " --xla_force_host_platform_device_count=8"
+        " --xla_cpu_collective_call_warn_stuck_timeout_seconds=300 --xla_cpu_collective_call_terminate_timeout_seconds=900" + quickly()
+    )
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("MINT_TEST_SEED", str(int.from_bytes(os.urandom(3), "little")))  # workers inherit it
 
@@ -49,19 +52,6 @@ def forget_programs():
     yield
     jax.clear_caches()
     gc.collect()
-
-
-@pytest.fixture(scope="module")
-def quick_compiles():
-    """Has a file's programs compiled without LLVM's optimisations, which take up to half of its time.
-
-    For tests against an oracle with a tolerance, integration and messages: the passes of XLA, and so what is computed, stay
-    the same, the last bits need not. Tests that compare bits with bits take the code that users run.
-    """
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Settings of the process, made in processes of their own."""
 
+import os
 import platform
 import subprocess
 import sys
@@ -11,7 +12,8 @@ from mint_jax import host
 
 
 def run(code: str, *args) -> list[str]:
-    done = subprocess.run([sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True)
+    users = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "XLA_FLAGS": ""}  # what takes a second to compile is kept
+    done = subprocess.run([sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, env=users)
     assert done.returncode == 0, done.stderr
     return done.stdout.split()
 

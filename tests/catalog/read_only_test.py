@@ -16,28 +16,31 @@ from mint_jax.catalog.packed import Schema, pack
 from tests.catalog import peft_dirs
 
 ROOT = Path(__file__).parents[2]
-NOBODY = 65534
-# As root nothing is read-only: the process becomes somebody else once it has imported what it needs.
-READER = f"""
-import os, runpy, sys
+# To root nothing is read-only: such a process first gives up the right to write what a mode forbids (CAP_DAC_OVERRIDE), and that
+# alone. As another user it could not import from a checkout that is closed to others.
+READER = """
+import ctypes, os, runpy, sys
 from pathlib import Path
-import jax
+
+if os.getuid() == 0:
+    header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    libc = ctypes.CDLL(None)
+    assert libc.capget(header, sets) == 0
+    sets[0], sets[1] = sets[0] & ~2, sets[1] & ~2  # effective and permitted
+    assert libc.capset(header, sets) == 0
+
 from mint_jax.catalog.cli.parser import main
 from mint_jax.jobs import sample, settings
 
 folder, base, out, *commands = sys.argv[1:]
-if os.getuid() == 0:
-    os.setgroups([])
-    os.setgid({NOBODY})
-    os.setuid({NOBODY})
 try:
     open(Path(folder) / "x", "w")
 except OSError:
     print("may not write", flush=True)
 for command in commands:
-    print("status", main([f"--catalog={{folder}}", *command.split()]), flush=True)
+    print("status", main([f"--catalog={folder}", *command.split()]), flush=True)
 config = settings.complete(runpy.run_path("configs/sample.py")["get_config"]())
-config.update(base=base, catalog=folder, input=f"{{out}}/in.jsonl", output=f"{{out}}/out.jsonl")
+config.update(base=base, catalog=folder, input=f"{out}/in.jsonl", output=f"{out}/out.jsonl")
 config.sampling.max_tokens = 3
 print("sampled", sample.run(config, Path(out) / "work")["tokens"], flush=True)
 """

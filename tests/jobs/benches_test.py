@@ -11,7 +11,6 @@ from mint_jax.bench import timing
 from mint_jax.jobs import bench
 from tests.laws.configs_trace_test import load
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
 FOLDER = Path(__file__).parents[2] / "configs" / "bench"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 SHORT = {  # what makes another size short: fewer repetitions, not other shapes
@@ -58,7 +57,6 @@ def one_device_in_children(monkeypatch):
     """Processes that a bench starts see one device, as this one's mesh does."""
     flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", os.environ["XLA_FLAGS"])
     monkeypatch.setenv("XLA_FLAGS", flags.strip())  # XLA takes a blank for the name of a file
-    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 
 def test_there_is_one_list_of_benches():
@@ -74,7 +72,14 @@ def check_handoff(report):
         assert found["bytes"]["adapter_memory"] < found["bytes"]["merged_disk"]
 
 
-CHECKS = {"handoff": check_handoff}
+def check_packed_load(report):
+    """Every load that the pause is measured with ended in its window."""
+    assert report["same_values"]
+    assert report["decode_loads"] == load("configs/bench/packed_load.py:ci").pause.windows
+    assert report["decode_steps"] >= report["decode_loads"]
+
+
+CHECKS = {"handoff": check_handoff, "packed_load": check_packed_load}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -21,8 +21,6 @@ from mint_jax.models import base as base_lib
 from mint_jax.models import transformer
 from mint_jax.rollout.engine import Completion
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 
 def make():
     """An environment whose reward differs between any two completions."""
@@ -167,6 +165,7 @@ def test_in_bfloat16_the_right_adapters_are_recorded_and_others_refused(catalog,
                 evaluate.run(config, tmp_path)
 
 
+@pytest.mark.slow  # rollout/sample_test.py holds the rule to draws
 def test_a_healthy_adapter_is_accepted_over_many_tokens_at_temperature_1(catalog, tmp_path):
     """An inverse CDF moves every later boundary with a small shift: there 7 of 48 rows of 192 tokens had others, and it was refused."""
     sampling = {"max_tokens": 48, "temperature": 1.0}

@@ -14,6 +14,8 @@ from mint_jax.envs.env import Example, ListEnvironment
 from mint_jax.jobs import common, grpo
 from mint_jax.rollout import generate as program
 
+pytestmark = pytest.mark.bits
+
 CONFIG = Path(__file__).parents[2] / "configs" / "tiny" / "grpo.py"
 WAIT_S = 300
 

@@ -77,7 +77,7 @@ def test_a_child_that_outlives_the_holder_does_not_keep_the_lock(tmp_path):
 
 def train(workdir: Path, err: Path) -> subprocess.Popen:
     command = [sys.executable, "-m", "mint_jax.launch", f"--config={TINY}", f"--workdir={workdir}", "--config.steps=100000"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=err.open("w"), env=environment, cwd=ROOT)
 
 

@@ -20,8 +20,6 @@ from mint_jax.jobs import JOBS, export, import_, sample, score
 from mint_jax.jobs.output import Output
 from tests import oracles
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 ATOL = 2e-4  # float32 on both sides, sums of up to 80 terms in another order
 
 

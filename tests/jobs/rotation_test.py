@@ -20,8 +20,6 @@ from mint_jax.models import hf, transformer
 from tests.jobs.inference_test import ATOL, config_of, read_lines, torch_logprobs, write_lines
 from tests.rollout.score_test import random_adapters
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 
 @pytest.fixture
 def stored(rng, tiny_base, tmp_path):

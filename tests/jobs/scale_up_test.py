@@ -205,6 +205,7 @@ SPARSE = {
 }
 
 
+@pytest.mark.slow
 def test_a_tiny_sparse_model_compiles_with_adapters_on_its_experts(config, tmp_path):
     config.model, config.adapter = ConfigDict(SPARSE), ConfigDict({"rank": 4, "alpha": 8.0, "targets": ("all-linear",)})
     result = scale_up.run(config, tmp_path)

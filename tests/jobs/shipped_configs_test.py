@@ -8,8 +8,6 @@ import pytest
 from mint_jax.jobs import JOBS
 from tests.laws.configs_trace_test import NAMES, load, pretrained  # noqa: F401 (a fixture)
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 SMALL = ("configs/tiny/sft.py", "configs/export.py", "configs/import.py", "configs/sample.py", "configs/score.py", "configs/evaluate.py")
 TRAIN = [name for name in NAMES if load(name).job in ("grpo", "sft", "dpo")]
 ELSEWHERE = ("bench", "scale_up", "pretrain")  # benches_test, scale_up_test, and the base that the other configs train here

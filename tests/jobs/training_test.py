@@ -15,8 +15,6 @@ from mint_jax.envs.env import Example, ListEnvironment
 from mint_jax.errors import UserError
 from mint_jax.jobs import dpo, grpo, settings, sft
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 

@@ -23,6 +23,8 @@ from mint_jax.models.config import Latent, ModelConfig
 from mint_jax.rollout import generate
 from mint_jax.rollout.sample import SamplingParams
 
+pytestmark = pytest.mark.bits
+
 T, C = 512, 256
 SIZES = {"vocab_size": 64, "d_model": 32, "num_layers": 2, "d_ff": 64}
 GROUPED = ModelConfig("qwen3", **SIZES, num_heads=16, num_kv_heads=4, head_dim=32, qk_norm=True)
@@ -67,7 +69,13 @@ def layer_bytes(cache):
 
 # Two rows a device at least: for a lone one the CPU's product of matrices wants latents turned, layer by layer.
 @pytest.mark.parametrize(
-    ("family", "batch"), [("grouped", "rows"), ("grouped", "positions, rows"), ("grouped", "positions"), ("latent", "positions, rows")]
+    ("family", "batch"),
+    [
+        pytest.param("grouped", "rows", marks=pytest.mark.slow),
+        pytest.param("grouped", "positions", marks=pytest.mark.slow),
+        ("grouped", "positions, rows"),
+        ("latent", "positions, rows"),
+    ],
 )
 def test_eight_devices_decode_as_one_and_keep_their_part_of_the_cache(family, batch, rng):
     cfg, (Q, G) = FAMILIES[family], BATCHES[batch]

@@ -27,8 +27,6 @@ from mint_jax.train import step
 from mint_jax.train.batch import Group, Sequence, pack
 from mint_jax.train.trainer import stack_coefs
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 ROOT = Path(__file__).parents[2]
 
 

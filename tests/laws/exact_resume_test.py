@@ -24,6 +24,8 @@ from mint_jax.train.batch import Group, Sequence
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 
+pytestmark = pytest.mark.bits
+
 SERVER = multiprocessing.get_context("forkserver")  # imports once, forks for every job
 SERVER.set_forkserver_preload(["mint_jax.launch", "mint_jax.checkpoint", "mint_jax.catalog.lifecycle", "pytest"])
 ROOT = Path(__file__).parents[2]
@@ -151,7 +153,7 @@ def one_device(monkeypatch):
     monkeypatch.setattr(mesh, "make_mesh", lambda sizes=None, devices=None: made(sizes, devices or jax.devices()[:1]))
 
 
-@pytest.mark.parametrize("vary", [False, True], ids=["equal lengths", "varied lengths"])
+@pytest.mark.parametrize("vary", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["equal lengths", "varied lengths"])
 def test_grpo_stopped_and_resumed_is_grpo_uninterrupted(environment, one_device, tmp_path, vary):
     def run(steps, workdir):
         return train(steps, vary, workdir)

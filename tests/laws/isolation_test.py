@@ -26,6 +26,8 @@ from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 from tests import oracles
 from tests.laws.shardings_equal_test import MESHES, save_checkpoint
 
+pytestmark = pytest.mark.bits
+
 RANKS = {"c": 1, "a": 3, "b": 3}  # a and b are neighbours in one stack
 USUAL = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1)
 
@@ -258,17 +260,14 @@ def test_policies_together_are_policies_one_by_one(tiny_base, rng):
 PAIR = {"a": 3, "b": 3}
 
 
-@pytest.mark.usefixtures("quick_compiles")  # from here to the end of the file: the slow set runs all of this as users do
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm"])
+@pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("glm", marks=pytest.mark.slow)])
 def test_in_short_no_bit_changes_in_other_families(family, tiny_base, rng):
     Company(tiny_base(family), rng, PAIR).check(EXTREMES)
 
 
-@pytest.mark.usefixtures("quick_compiles")
 def test_in_short_no_bit_changes_in_the_form_of_accelerators(tiny_base, form_of_accelerators, rng):
     Company(tiny_base("qwen3_moe"), rng, PAIR).check(EXTREMES)
 
 
-@pytest.mark.usefixtures("quick_compiles")
 def test_in_short_no_bit_changes_over_a_mesh(tmp_path, monkeypatch, rng):
     Company(over_mesh("experts", "expert4_tensor2", "all_to_all", tmp_path, monkeypatch), rng, PAIR).check(EXTREMES)

@@ -20,8 +20,6 @@ from mint_jax.train import step
 from mint_jax.train.batch import Group, Sequence, pack
 from mint_jax.train.trainer import LossConfig, PolicyConfig, ShapeBook, Trainer, stack_coefs
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 RANKS = (1, 3, 3)  # buckets 1, 4, 4
 LAYOUT = {"transpose", "reshape", "squeeze", "broadcast_in_dim", "slice", "dynamic_slice", "convert_element_type", "copy", "stop_gradient"}
 

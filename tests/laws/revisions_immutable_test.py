@@ -25,6 +25,8 @@ from mint_jax.train.batch import Group, Sequence
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 
+pytestmark = pytest.mark.bits
+
 CONFIG = AdapterConfig(3)
 
 

@@ -22,8 +22,6 @@ from mint_jax.models import transformer
 from mint_jax.rollout.engine import DenseEngine
 from mint_jax.rollout.score import Scorer
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 ROOT = Path(__file__).parents[2]
 ATOL = 1e-4  # float32: a scorer's batch has another shape than the sampler's
 ENVIRONMENT = """

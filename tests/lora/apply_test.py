@@ -16,8 +16,6 @@ from mint_jax.lora.tree import LINEAR_TARGETS, AdapterConfig
 from mint_jax.models import transformer
 from tests import oracles
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
 
 MODULES = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj", "gate": "gate_proj", "up": "up_proj", "down": "down_proj"}

@@ -12,8 +12,6 @@ from mint_jax.lora.blocks import bind_blocks, plan_blocks
 from mint_jax.lora.tree import AdapterConfig, Slot
 from mint_jax.params import ParamSpec
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 SLOTS = st.none() | st.builds(Slot, st.sampled_from([1, 2, 8]), st.integers(1, 5))  # slot 0 is not in use: padding must not name it
 FEW = st.lists(SLOTS, min_size=1, max_size=8).map(lambda rows: [r for r in rows for _ in range(6)])
 MANY = st.lists(st.builds(Slot, st.just(8), st.integers(1, 5)), min_size=17, max_size=60)  # of one bucket: blocks get padded

@@ -31,8 +31,6 @@ from tests.exchange import (
     tokens_off_ties,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
 
 E, F = 8, 40  # experts and their width in the tiny Qwen3-MoE

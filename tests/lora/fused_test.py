@@ -27,8 +27,6 @@ from tests.exchange import (
     tokens_off_ties,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
 
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"

@@ -21,8 +21,6 @@ from mint_jax.models import transformer
 from tests import oracles
 from tests.exchange import assert_same_logits, edit_config, edit_tensors, our_logits, peft_model, random_adapter, randomise, tables
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
 
 LAYER0_Q = "base_model.model.model.layers.0.self_attn.q_proj"

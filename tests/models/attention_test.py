@@ -13,8 +13,6 @@ import torch
 from mint_jax.models import attention
 from mint_jax.models.attention import Past, Segments, cached_attention, packed_attention
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 SCALE = 0.4
 CACHED = jax.jit(cached_attention, static_argnums=4)
 

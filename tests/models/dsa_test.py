@@ -21,8 +21,6 @@ from mint_jax.models.attention import Segments, unpack_keys
 from tests import oracles
 from tests.lora.apply_test import peft_model, random_adapter
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 FAMILIES = ("deepseek_v32_dense", "glm_dense")
 B, T, TOPK = 2, 24, 8
 

@@ -16,8 +16,6 @@ from mint_jax.models.grouped import grouped_matmul
 from mint_jax.models.grouped_batching import Merged
 from mint_jax.models.packed_lora import Adapters, Groups, project
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 P, M, G, W, K, N, R = 3, 29, 5, 7, 11, 13, 2
 SIZES = np.array([[4, 0, 9, 6, 1], [0, 0, 29, 0, 0], [3, 8, 0, 0, 5]], np.int32)  # the second has no rows behind its last group
 
@@ -108,8 +106,10 @@ PACKED = {  # whose x, base, A, B, sizes and index are each policy's own
 }
 
 
-@pytest.mark.parametrize("own", PACKED.values(), ids=PACKED)
-@pytest.mark.parametrize("rank", [R, packed_lora.FEW_TERMS + 1])
+@pytest.mark.parametrize(
+    "own", [own if k % 3 == 0 else pytest.param(own, marks=pytest.mark.slow) for k, own in enumerate(PACKED.values())], ids=PACKED
+)
+@pytest.mark.parametrize("rank", [R, pytest.param(packed_lora.FEW_TERMS + 1, marks=pytest.mark.slow)])
 def test_adapted_projections_of_policies_are_those_of_each(own, rank, rng):
     shapes = (M, K), (G, K, N), (W, rank, K), (W, rank, N)
     sizes, index = jnp.asarray(SIZES), np.stack([rng.permutation(W)[:G] for _ in range(P)]).astype(np.int32)
@@ -117,7 +117,7 @@ def test_adapted_projections_of_policies_are_those_of_each(own, rank, rng):
     _check(_adapted, args, tuple(0 if mine else None for mine in own), (0, 1, 2, 3), _draw(rng, True, M, N))
 
 
-@pytest.mark.parametrize("contiguous", [False, True])
+@pytest.mark.parametrize("contiguous", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_rules_hold_for_the_form_of_accelerators(contiguous, rng, form_of_accelerators):
     index = jnp.arange(G, dtype=jnp.int32)
     args = (

@@ -13,8 +13,6 @@ import pytest
 from mint_jax.models import grouped
 from mint_jax.models.grouped import grouped_matmul
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 K, N = 11, 13
 SIZES = {
     "even": (8, 8, 8, 8),

@@ -11,8 +11,6 @@ from mint_jax.lora.tree import bind
 from mint_jax.models import logprobs
 from mint_jax.models.logprobs import target_logprobs
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 B, M, D, V = 4, 5, 16, 50
 
 

@@ -20,8 +20,6 @@ from mint_jax.models import mla, transformer
 from mint_jax.models.config import Latent, ModelConfig, RopeScaling
 from tests.lora.apply_test import assert_as_under_peft, random_adapter
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 PROJECTIONS = ("q_a", "q_b", "kv_a", "kv_b", "o")
 MIXED = (AdapterConfig(1, 2.0, ("kv_b",)), AdapterConfig(3, 5.0, PROJECTIONS, rslora=True), AdapterConfig(8, 16.0, PROJECTIONS))
 NO_Q_LATENT = (AdapterConfig(3, 5.0, ("q", "kv_a", "kv_b", "o")), AdapterConfig(2, 4.0, ("q", "o")))

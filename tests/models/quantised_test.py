@@ -13,8 +13,6 @@ from mint_jax.models import base as base_lib
 from mint_jax.models import quantised, transformer
 from mint_jax.models.transformer import hidden_states, logits
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 STEP = {"int8": 0.5 / 127, "float8": 1 / 16}  # of a channel's largest value; half a step of 8 bits, of a 3-bit mantissa
 
 

@@ -15,8 +15,6 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from mint_jax.models import router
 from mint_jax.models.config import Experts
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 B, T, D, E, X = 3, 50, 24, 16, 5
 
 

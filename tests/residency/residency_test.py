@@ -24,8 +24,6 @@ from mint_jax.residency.slots import DeviceSlots
 from mint_jax.rollout.engine import DenseEngine, Request
 from tests.rollout.score_test import random_adapters
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 LONG = 60.0  # a deadlock fails, it does not hang
 
 

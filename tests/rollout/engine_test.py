@@ -21,8 +21,6 @@ from mint_jax.rollout.engine import DenseEngine, Request
 from tests import oracles
 from tests.rollout.score_test import merged_models, random_adapters, torch_logprobs
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 NEW = 12
 
 

@@ -15,7 +15,7 @@ from mint_jax.rollout.resident import NamedSampler
 from tests.residency.residency_test import World
 from tests.rollout.score_test import CONFIGS, random_adapters
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
+pytestmark = pytest.mark.bits
 
 NAMES = ("eight", None, "one", "eight", "tables", None)
 

@@ -11,6 +11,8 @@ from scipy import special, stats
 from mint_jax.rollout import sample as sample_lib
 from mint_jax.rollout.sample import SamplingParams
 
+pytestmark = pytest.mark.bits
+
 DRAWS = 8192
 P_VALUE = 1e-6  # of a chi-square test: about fifty of them fail by chance once in 20000 sessions
 draw = jax.jit(sample_lib.sample)
@@ -208,7 +210,7 @@ def test_a_row_that_is_not_finite_draws_a_token_of_the_vocabulary_and_leaves_oth
     np.testing.assert_array_equal(np.delete(tokens, 3), np.delete(right, 3))
 
 
-@pytest.mark.parametrize("gap", [1e-5, 1e-3])
+@pytest.mark.parametrize("gap", [1e-5, pytest.param(1e-3, marks=pytest.mark.slow)])
 def test_rounding_changes_no_more_draws_than_agreement_allows(rng, gap):
     """Log-probabilities that are off by up to ``gap``: a share of ``exp(2 gap) - 1`` of the draws may differ, whatever the distribution."""
     z_V, rows, calls = -np.log(np.arange(1, 4097)), 2048, 16

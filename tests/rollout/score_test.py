@@ -17,8 +17,6 @@ from mint_jax.models import transformer
 from mint_jax.rollout.score import Scorer
 from tests import oracles
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 torch.set_num_threads(1)  # matrices this small lose by threads
 
 CONFIGS = {  # ranks 1 and 8, targets that differ within a bucket, the embeddings too

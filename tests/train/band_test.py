@@ -22,8 +22,6 @@ from mint_jax.train.batch import Group, Sequence
 from mint_jax.train.losses import Targets, policy_loss
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer, stack_coefs
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 ADAPTER = AdapterConfig(3, 6.0, (ALL_LINEAR,))
 LOW, HIGH = 0.85, 1.2
 BAND = LossConfig("importance_sampling", band_low=LOW, band_high=HIGH)
@@ -106,6 +104,7 @@ def cleared(trainer):
         trainer.state[bucket] = dataclasses.replace(stack, grad_sum=jax.tree.map(jnp.zeros_like, stack.grad_sum))
 
 
+@pytest.mark.slow
 def test_tokens_that_an_indexer_moved_out_of_the_band_have_no_gradient_and_are_counted(case):
     trainer, adapter, groups, ratio, inside = case
     advantages, weights = (np.array([getattr(s, f) for s in groups[0].sequences]) for f in ("advantages", "weights"))

@@ -10,8 +10,6 @@ import torch
 
 from mint_jax.train.losses import KINDS, KL_KINDS, LossCoefs, Targets, policy_loss
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 B, M, Z = 3, 7, 3  # Z pairs: sequences 0 to 5
 BANDS = {"open": (0.0, np.inf), "band": (0.6, 1.5)}
 EDGES = (0.6, 0.7, 1.5, 1.6)  # of the band and of the clip range: ratios keep off them, where float32 could fall on the other side

@@ -17,8 +17,6 @@ from mint_jax.rollout.engine import DenseEngine, Request
 from mint_jax.train.batch import Group, Sequence, mask_unrouted
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 CFG = ModelConfig(
     family="qwen3_moe",
     vocab_size=61,

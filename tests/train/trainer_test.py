@@ -21,8 +21,6 @@ from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer, stack_coefs, summarise
 from tests import oracles
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
 
 A = PolicyConfig("a", AdapterConfig(3, 6.0, ("q", "down")), loss=LossConfig("ppo"))

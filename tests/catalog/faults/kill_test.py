@@ -78,7 +78,15 @@ class Killing:
         self.inspect(collect=together == 1)
 
 
-@pytest.mark.parametrize("reads", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["writes", "every call"])
+@pytest.mark.parametrize(
+    ("nursery", "reads"),
+    [
+        ("sqlite", False),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("postgres", False), ("sqlite", True), ("postgres", True))),
+    ],
+    ids=["sqlite-writes", "postgres-writes", "sqlite-every call", "postgres-every call"],
+    indirect=["nursery"],
+)
 def test_killed_at_every_boundary(nursery, reads):
     killing = Killing(nursery)
     counts = {kind: killing.every_boundary(kind, reads) for kind in deeds.KINDS}
@@ -86,7 +94,7 @@ def test_killed_at_every_boundary(nursery, reads):
     assert min(counts.values()) >= 3, "a transaction has a beginning, a statement and an end"
 
 
-@pytest.mark.parametrize("kills", [100, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [20, pytest.param(2000, marks=pytest.mark.slow)])
 def test_killed_at_random_moments(nursery, kills):
     choice = random.Random(int(os.environ["MINT_TEST_SEED"]))
     killing = Killing(nursery)
