@@ -10,7 +10,7 @@ EXTRAS ?=
 WORKDIR ?= runs/quickstart
 # Processes of make test; each may take 5 GB. Three on two cores: some tests wait more than they compute.
 JOBS ?= 3
-# Files for make test and make test-slow; all by default.
+# Files for make test, test-long and test-slow; all by default.
 TESTS ?=
 PYTEST = $(BIN)/python -m pytest -ra --durations=25 -n $(JOBS) --dist loadfile --no-loadscope-reorder
 CONFIG ?= configs/quickstart.py
@@ -19,7 +19,7 @@ export JAX_PLATFORMS ?= $(if $(filter cuda tpu,$(EXTRAS)),,cpu)
 # Each set of extras has a stamp of its own, so that asking for another one installs it.
 SETUP := $(VENV)/.setup$(if $(EXTRAS),-with-$(EXTRAS))
 
-.PHONY: setup setup-dev quickstart test test-slow bench figures lint format clean
+.PHONY: setup setup-dev quickstart test test-long test-slow bench figures lint format clean
 
 setup: $(SETUP)
 setup-dev: $(VENV)/.setup-dev
@@ -43,6 +43,10 @@ quickstart: setup
 
 test: setup-dev
 	$(PYTEST) -q $(TESTS)
+
+# What CI runs beside make test, compiled as for users.
+test-long: setup-dev
+	MINT_TEST_CODE=users $(PYTEST) -q -m "long and not slow" $(TESTS)
 
 test-slow: setup-dev
 	MINT_TEST_CODE=users $(PYTEST) -v -m "slow or bits" $(TESTS)

@@ -3,7 +3,8 @@
 Most of the time of the tests is compiling. Here and in the processes that they start it is done without LLVM's optimisations and by
 XLA's older emitters of loops, a quarter of the time that users' code takes (an update, scores and samples of a tiny dense base:
 13.9 s, without the optimisations 7.8 s, and so 3.4 s). XLA's passes, and so what is computed, stay the same; the last bits need not.
-``MINT_TEST_CODE=users`` compiles as for users: ``make test-slow`` sets it, and runs what is marked ``bits`` once more.
+``MINT_TEST_CODE=users`` compiles as for users: ``make test-long`` and ``make test-slow`` set it, and the latter runs what is marked
+``bits`` once more.
 """
 
 import importlib.util

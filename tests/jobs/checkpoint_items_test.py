@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import orbax.checkpoint as ocp
+import pytest
 
 from mint_jax import nested
 from mint_jax.catalog.lifecycle import Catalog
@@ -57,6 +58,7 @@ def final(workdir: Path, result: dict) -> dict[str, np.ndarray]:
     return out
 
 
+@pytest.mark.long
 def test_adapters_restore_alone_and_a_checkpoint_of_before_still_opens(tmp_path, monkeypatch):
     workdir = tmp_path / "run"
     result = sft.run(tiny(steps=3), workdir)

@@ -89,6 +89,7 @@ def test_few_slots_give_the_same_scores(catalog, tmp_path):
         evaluate.run(config_of(catalog, slots=0), tmp_path)
 
 
+@pytest.mark.long
 def test_a_revision_is_sampled_as_it_was_trained_unless_told_otherwise(tmp_path):
     """The held-out reward that training reported comes out again; the record says whose settings they were."""
     config = runpy.run_path(str(Path(__file__).parents[2] / "configs" / "tiny" / "grpo.py"))["get_config"]()
@@ -165,7 +166,7 @@ def test_in_bfloat16_the_right_adapters_are_recorded_and_others_refused(catalog,
                 evaluate.run(config, tmp_path)
 
 
-@pytest.mark.slow  # rollout/sample_test.py holds the rule to draws
+@pytest.mark.long
 def test_a_healthy_adapter_is_accepted_over_many_tokens_at_temperature_1(catalog, tmp_path):
     """An inverse CDF moves every later boundary with a small shift: there 7 of 48 rows of 192 tokens had others, and it was refused."""
     sampling = {"max_tokens": 48, "temperature": 1.0}

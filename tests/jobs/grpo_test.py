@@ -80,6 +80,7 @@ def revisions(result):
     return {p["name"]: p["revision"] for p in result["policies"]}
 
 
+@pytest.mark.long
 def test_another_policy_beside_it_changes_nothing_of_a_policy_s_run(lengths, sampled, tmp_path):
     lengths.update({"b": [28, 22], "a": [24, 30], "z": [26, 24]})  # each other's padded sizes would fit
     alone = grpo.run(tiny({"b": section("b", 8)}, schedule="sequential", steps=2), tmp_path / "alone")

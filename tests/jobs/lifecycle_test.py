@@ -120,6 +120,7 @@ def test_before_is_where_the_policy_began(tmp_path):
     assert first["loss_after"] < first["loss_before"] - 0.1
 
 
+@pytest.mark.long
 def test_dpo_goes_on_from_an_sft_revision_and_refers_to_it(tmp_path):
     """The loss of the first step tells the reference: log 2 where the policy is its own, whatever the base says."""
 

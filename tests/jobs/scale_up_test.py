@@ -205,7 +205,7 @@ SPARSE = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_tiny_sparse_model_compiles_with_adapters_on_its_experts(config, tmp_path):
     config.model, config.adapter = ConfigDict(SPARSE), ConfigDict({"rank": 4, "alpha": 8.0, "targets": ("all-linear",)})
     result = scale_up.run(config, tmp_path)
@@ -228,7 +228,7 @@ def test_another_adapter_costs_its_own_bytes_and_nothing_else(config):
     assert eight - one == 7 * adapter
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_qwen3_30b_a3b_fits_sixteen_chips(tmp_path):
     scope: dict = {}
     exec((CONFIG.parent / "qwen3_30b_a3b.py").read_text(), scope)

@@ -27,7 +27,7 @@ def made(tmp_path_factory):
     return pretrain.run(config_of("pretrain_moe"), tmp_path_factory.mktemp("pretrained"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_base_is_a_checkpoint_that_learned(made, mesh):
     assert made["loss_after"] < 0.5 * made["loss_before"]
     base = base_lib.load(made["base"], mesh)
@@ -38,7 +38,7 @@ def test_the_base_is_a_checkpoint_that_learned(made, mesh):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@pytest.mark.slow  # two whole trainings; that replay is exact is told by train/replay_test.py
+@pytest.mark.long  # two whole trainings; that replay is exact is told by train/replay_test.py
 def test_rewards_rise_on_experts_and_replay_is_what_holds_them(made, tmp_path):
     """The trainer's router differs from the sampler's: with replay nothing is lost, without it learning suffers."""
     run = {}

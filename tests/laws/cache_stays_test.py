@@ -71,8 +71,8 @@ def layer_bytes(cache):
 @pytest.mark.parametrize(
     ("family", "batch"),
     [
-        pytest.param("grouped", "rows", marks=pytest.mark.slow),
-        pytest.param("grouped", "positions", marks=pytest.mark.slow),
+        pytest.param("grouped", "rows", marks=pytest.mark.long),
+        pytest.param("grouped", "positions", marks=pytest.mark.long),
         ("grouped", "positions, rows"),
         ("latent", "positions, rows"),
     ],

@@ -260,7 +260,7 @@ def test_policies_together_are_policies_one_by_one(tiny_base, rng):
 PAIR = {"a": 3, "b": 3}
 
 
-@pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("glm", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("glm", marks=pytest.mark.long)])
 def test_in_short_no_bit_changes_in_other_families(family, tiny_base, rng):
     Company(tiny_base(family), rng, PAIR).check(EXTREMES)
 
@@ -269,5 +269,6 @@ def test_in_short_no_bit_changes_in_the_form_of_accelerators(tiny_base, form_of_
     Company(tiny_base("qwen3_moe"), rng, PAIR).check(EXTREMES)
 
 
+@pytest.mark.long
 def test_in_short_no_bit_changes_over_a_mesh(tmp_path, monkeypatch, rng):
     Company(over_mesh("experts", "expert4_tensor2", "all_to_all", tmp_path, monkeypatch), rng, PAIR).check(EXTREMES)

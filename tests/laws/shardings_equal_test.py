@@ -69,12 +69,12 @@ MESHES = {
 }
 SPLITS = {"data8": 1, "fsdp8": 8, "tensor2_fsdp2_data2": 4, "expert4_tensor2": 2}  # into how many parts a dense projection falls
 CASES = [
-    pytest.param("dense", "data8", marks=pytest.mark.slow),
-    pytest.param("dense", "fsdp8", marks=pytest.mark.slow),
+    pytest.param("dense", "data8", marks=pytest.mark.long),
+    pytest.param("dense", "fsdp8", marks=pytest.mark.long),
     ("dense", "tensor2_fsdp2_data2"),
-    ("experts", "expert4_tensor2"),
+    pytest.param("experts", "expert4_tensor2", marks=pytest.mark.long),
     pytest.param("latent", "expert4_tensor2", marks=pytest.mark.slow),  # all that it has, indexed has too
-    pytest.param("indexed", "expert4_tensor2", marks=pytest.mark.slow),
+    pytest.param("indexed", "expert4_tensor2", marks=pytest.mark.long),
 ]
 
 

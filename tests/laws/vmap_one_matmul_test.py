@@ -190,7 +190,7 @@ def adapters_of(cfg, rank: int, policies: int):
     return jax.tree.map(lambda s: struct(s.dtype, policies, *s.shape), one)
 
 
-@pytest.mark.parametrize("remat", ["none", pytest.param("names", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("remat", ["none", pytest.param("names", marks=pytest.mark.long)])
 def test_vmap_of_one_policy_is_one_grouped_matmul_of_the_experts(remat, tiny_base):
     """A user's own ``vmap``: as many products as for one policy, each over the rows of all."""
     cfg = tiny_base("qwen3_moe").cfg
@@ -206,6 +206,7 @@ def test_vmap_of_one_policy_is_one_grouped_matmul_of_the_experts(remat, tiny_bas
         assert merged == check_experts(single, one, cfg, backward, remat), "adapters, attention: as many products as one policy has"
 
 
+@pytest.mark.long
 def test_vmap_of_one_policy_equals_each_alone(tiny_base, rng):
     base = tiny_base("deepseek_v3")  # dense layers, then routed and shared experts
     cfg, policies = base.cfg, 3

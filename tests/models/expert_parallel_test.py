@@ -21,7 +21,7 @@ MESHES = {
     "expert4-tensor2": {"expert": 4, "tensor": 2},
     "tensor8": {"tensor": 8},  # every device holds all tokens
 }
-SOME = [name if name == "expert4-tensor2" else pytest.param(name, marks=pytest.mark.slow) for name in MESHES]
+SOME = [name if name == "expert4-tensor2" else pytest.param(name, marks=pytest.mark.long) for name in MESHES]
 WAYS = {"gather": (1 << 30, Gather), "all_to_all": (0, AllToAll)}
 
 

@@ -107,9 +107,9 @@ PACKED = {  # whose x, base, A, B, sizes and index are each policy's own
 
 
 @pytest.mark.parametrize(
-    "own", [own if k % 3 == 0 else pytest.param(own, marks=pytest.mark.slow) for k, own in enumerate(PACKED.values())], ids=PACKED
+    "own", [own if k % 3 == 0 else pytest.param(own, marks=pytest.mark.long) for k, own in enumerate(PACKED.values())], ids=PACKED
 )
-@pytest.mark.parametrize("rank", [R, pytest.param(packed_lora.FEW_TERMS + 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rank", [R, pytest.param(packed_lora.FEW_TERMS + 1, marks=pytest.mark.long)])
 def test_adapted_projections_of_policies_are_those_of_each(own, rank, rng):
     shapes = (M, K), (G, K, N), (W, rank, K), (W, rank, N)
     sizes, index = jnp.asarray(SIZES), np.stack([rng.permutation(W)[:G] for _ in range(P)]).astype(np.int32)
@@ -117,7 +117,7 @@ def test_adapted_projections_of_policies_are_those_of_each(own, rank, rng):
     _check(_adapted, args, tuple(0 if mine else None for mine in own), (0, 1, 2, 3), _draw(rng, True, M, N))
 
 
-@pytest.mark.parametrize("contiguous", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("contiguous", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_rules_hold_for_the_form_of_accelerators(contiguous, rng, form_of_accelerators):
     index = jnp.arange(G, dtype=jnp.int32)
     args = (

@@ -262,7 +262,7 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", [n if n == "data2-fsdp2-tensor2" else pytest.param(n, marks=pytest.mark.slow) for n in MESHES])
+@pytest.mark.parametrize("name", [n if n == "data2-fsdp2-tensor2" else pytest.param(n, marks=pytest.mark.long) for n in MESHES])
 def test_a_mesh_of_eight_equals_one_device(name, mesh_case):
     case, want = mesh_case
     got = _forward_and_gradient(make_mesh(MESHES[name]), *case)

@@ -210,7 +210,8 @@ def test_a_row_that_is_not_finite_draws_a_token_of_the_vocabulary_and_leaves_oth
     np.testing.assert_array_equal(np.delete(tokens, 3), np.delete(right, 3))
 
 
-@pytest.mark.parametrize("gap", [1e-5, pytest.param(1e-3, marks=pytest.mark.slow)])
+@pytest.mark.long
+@pytest.mark.parametrize("gap", [1e-5, 1e-3])
 def test_rounding_changes_no_more_draws_than_agreement_allows(rng, gap):
     """Log-probabilities that are off by up to ``gap``: a share of ``exp(2 gap) - 1`` of the draws may differ, whatever the distribution."""
     z_V, rows, calls = -np.log(np.arange(1, 4097)), 2048, 16

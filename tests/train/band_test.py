@@ -104,7 +104,7 @@ def cleared(trainer):
         trainer.state[bucket] = dataclasses.replace(stack, grad_sum=jax.tree.map(jnp.zeros_like, stack.grad_sum))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_tokens_that_an_indexer_moved_out_of_the_band_have_no_gradient_and_are_counted(case):
     trainer, adapter, groups, ratio, inside = case
     advantages, weights = (np.array([getattr(s, f) for s in groups[0].sequences]) for f in ("advantages", "weights"))

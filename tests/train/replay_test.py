@@ -128,6 +128,7 @@ def test_the_weights_of_replayed_experts_are_the_trainer_s_own(base, rng):
     np.testing.assert_allclose(got.weights, 1.5 * taken / taken.sum(-1, keepdims=True), rtol=1e-5)  # float32
 
 
+@pytest.mark.long
 def test_a_sampler_in_bfloat16_is_held_by_replay_in_its_choice(base, rng):
     """Sampler in bfloat16, trainer in float32: the choice differs where scores are near, and the arithmetic everywhere."""
     half = dataclasses.replace(base, params=jax.tree.map(lambda x: x.astype(jnp.bfloat16), base.params))

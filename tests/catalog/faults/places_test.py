@@ -121,7 +121,7 @@ def in_bucket(request, tmp_path, s3):  # noqa: F811 - the fixture
 
 
 @pytest.mark.parametrize(
-    "fault", [500, *(pytest.param(fault, marks=pytest.mark.slow) for fault in (503, "hang up", 0.3))], ids=["500", "503", "hang up", "slow"]
+    "fault", [500, *(pytest.param(fault, marks=pytest.mark.long) for fault in (503, "hang up", 0.3))], ids=["500", "503", "hang up", "slow"]
 )
 def test_a_bucket_that_fails_for_a_while_is_waited_for(in_bucket, s3, fault):  # noqa: F811
     catalog = in_bucket
