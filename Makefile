@@ -12,7 +12,7 @@ WORKDIR ?= runs/quickstart
 JOBS ?= 3
 # Files for make test, test-long and test-slow; all by default.
 TESTS ?=
-PYTEST = $(BIN)/python -m pytest -ra --durations=25 -n $(JOBS) --dist loadfile --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest -ra --durations=60 -n $(JOBS) --dist loadfile --no-loadscope-reorder
 CONFIG ?= configs/quickstart.py
 export JAX_PLATFORMS ?= $(if $(filter cuda tpu,$(EXTRAS)),,cpu)
 
