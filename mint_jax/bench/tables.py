@@ -9,6 +9,7 @@ and n of the figure in a column of their own; those in ``PLAIN`` are for what is
 """
 
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -286,6 +287,10 @@ class Reports:
         return "Measured " + "; ".join(f"{of} ({', '.join(names)})" for of, names in groups.items()) + "."
 
 
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 118, break_long_words=False, break_on_hyphens=False)
+
+
 def source(report: Mapping[str, Any]) -> str:
     """Commit, machine and versions of a report, as a page says them."""
     if "stamp" not in report:
@@ -306,7 +311,7 @@ def _rows(rows: Iterable[Row]) -> str:
         spread: list[str] = []
         text, figure = (_fill(template, row.report, reports, spread) for template in (row.text, row.figure))
         lines.append(f"| {text} | {figure} | {' / '.join(spread)} | {row.command} |")
-    lines += ["", reports.where()]
+    lines += ["", _wrapped(reports.where())]
     return "\n".join(lines) + "\n"
 
 
@@ -350,7 +355,7 @@ def _quickstart() -> str:
             f"{timing.value(p['base_percent']):.1f} %",
         )
         lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join([*lines, "", reports.where()]) + "\n"
+    return "\n".join([*lines, "", _wrapped(reports.where())]) + "\n"
 
 
 def _replay() -> str:
@@ -372,7 +377,7 @@ def _replay() -> str:
             strays = [with_ends(report, f"policies.{p}.out_of_route") for p in ("experts", "everything")] if replay else []
             cells = (words if replay else "", "yes" if replay else "no", ", ".join(both[0]), ", ".join(strays), *both[1])
             lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", reports.where()]) + "\n"
+    return "\n".join([*lines, "", _wrapped(reports.where())]) + "\n"
 
 
 def _pods() -> str:
