@@ -44,7 +44,7 @@ quickstart: setup
 test: setup-dev
 	$(PYTEST) -q $(TESTS)
 
-# What CI runs beside make test, compiled as for users.
+# Tens of seconds each, compiled as for users.
 test-long: setup-dev
 	MINT_TEST_CODE=users $(PYTEST) -q -m "long and not slow" $(TESTS)
 

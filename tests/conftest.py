@@ -33,7 +33,7 @@ from tests.at_once import pytest_configure as pytest_configure
 jax.config.update("jax_numpy_rank_promotion", "raise")
 host.use_compilation_cache(base_lib.cache_dir() / "compiled-tests")
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # files share their bases, and few programs take half a second
-
+jax.devices()  # reads XLA_FLAGS once and for all: tests change the variable for processes that they start
 
 LIGHT = {"catalog", "data", "envs", "bench", "aot"}  # folders whose files take seconds
 

