@@ -8,8 +8,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CON
 # Extra groups of dependencies, for a machine with an accelerator: make quickstart EXTRAS=cuda
 EXTRAS ?=
 WORKDIR ?= runs/quickstart
-# Processes of make test; each may take 5 GB. Three on two cores: some tests wait more than they compute.
-JOBS ?= 3
+# Processes of make test; each may take 5 GB. More than there are cores gain nothing: the tests compute.
+JOBS ?= 2
 # Files for make test, test-long and test-slow; all by default.
 TESTS ?=
 PYTEST = $(BIN)/python -m pytest -ra --durations=60 -n $(JOBS) --dist loadfile --no-loadscope-reorder

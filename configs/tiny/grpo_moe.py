@@ -1,9 +1,9 @@
 """GRPO with LoRA on routed experts and latent attention: two policies over the tiny sparse base of pretrain_moe.py.
 
 Command: python -m mint_jax.launch --config=configs/tiny/grpo_moe.py --workdir=runs/tiny/grpo_moe
-The experts that the sampler visited are replayed in training. To see what that is for: --config.router_noise=0.3 gives the
+The experts that the sampler visited are replayed in training. To study it: --config.router_noise=0.3 gives the
 trainer routers whose weights differ from the sampler's, --config.dtype=bfloat16 --config.trainer_dtype=float32 gives the two
-different arithmetic, and with '--config.policies.*.sampling.replay=False' the trainer has nothing to hold on to.
+different arithmetic, and '--config.policies.*.sampling.replay=False' trains on the trainer's own choice of experts.
 About two minutes on two CPU cores.
 """
 
