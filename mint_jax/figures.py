@@ -70,7 +70,7 @@ RUNS = (
         for name, _, differs in tables.MISMATCHES
         for replay in (True, False)
     ),
-    Run("train_vs_peft", "bench/train_vs_peft.py", 5),
+    Run("train_vs_peft", "bench/train_vs_peft.py:long", 20),
     Run("concurrent_grpo", "bench/concurrent_grpo.py", 5, pictures=(("crossover.png", "concurrent_grpo_crossover.png"),)),
     Run("handoff", "bench/handoff.py", 4),
     Run("moe_step", "bench/moe_step.py", 4, pictures=(("moe_step.png", "moe_step.png"),)),

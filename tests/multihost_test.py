@@ -276,6 +276,7 @@ def write_config(config, folder: Path) -> Path:
     return folder / "config.py"
 
 
+@pytest.mark.long
 def test_a_grpo_step_on_two_processes_is_that_of_one_device(tmp_path, monkeypatch):
     """The slow set takes more steps, policies, devices, both schedules, and resumes."""
     config = tiny_grpo("ppo", steps=1)

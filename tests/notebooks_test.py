@@ -33,11 +33,8 @@ def it_serves_what_the_names_say(lines: list[str]) -> None:
 CHECKS = {"01_one_base_two_policies": it_learns, "02_a_population_of_policies": it_serves_what_the_names_say}
 
 
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=pytest.mark.long) if path.stem.startswith("01") else path for path in NOTEBOOKS],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.long
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path, monkeypatch):
     monkeypatch.delenv("XLA_FLAGS")  # one device, as its reader has
     notebook = nbformat.read(path, as_version=4)

@@ -3,8 +3,8 @@
 Command: python -m mint_jax.launch --config=configs/bench/concurrent_grpo.py --workdir=runs/bench/concurrent_grpo
 Short:   --config=configs/bench/concurrent_grpo.py:ci
 Long:    --config=configs/bench/concurrent_grpo.py:long
-Default size: about five minutes on two CPU cores. Half an hour's :long has two steps in place of one, waiting rewards and peak
-memory of 8 policies and of 3, the overlapped schedule also where rewards take no time, and two more points of the crossover.
+Default size: five minutes on two CPU cores. Half an hour's :long has two steps in place of one, waiting rewards and peak memory
+(twice) of 8 policies and of 3, the overlapped schedule also where rewards take no time, and five points of the crossover.
 """
 
 from ml_collections import ConfigDict
@@ -25,8 +25,8 @@ def get_config(size: str = "default") -> ConfigDict:
     config.waiting = (3,)  # counts that are also measured, by all schedules, where a reward takes reward_s
     config.reward_s = 1.0
     config.memory = (8,)  # counts whose peak memory is measured, in memory_n processes a schedule
-    config.memory_n = 2
-    config.crossover = (2, 4, 16)  # rollouts of each policy
+    config.memory_n = 1
+    config.crossover = (4, 16)  # rollouts of each policy
     config.crossover_policies = 3
     config.remat = "full"  # memory is one of the things compared
     config.max_tokens_per_pass = 16384
@@ -46,7 +46,6 @@ def get_config(size: str = "default") -> ConfigDict:
         config.n = 2
         config.counts = (2,)
         config.waiting = config.memory = (2,)
-        config.memory_n = 1
         config.reward_s = 0.05
         config.crossover = (2, 4)
         config.crossover_policies = 2
@@ -54,6 +53,7 @@ def get_config(size: str = "default") -> ConfigDict:
         config.steps = 2
         config.schedules = ("sequential", "overlapped", "batched")
         config.waiting = config.memory = (3, 8)
+        config.memory_n = 2
         config.crossover = (2, 4, 8, 16, 32)
     elif size != "default":
         raise ValueError(f"concurrent_grpo size {size!r}; expected default, ci or long")

@@ -2,8 +2,8 @@
 
 For each work the peer runs with the options that make it fastest here. They are tried one after another, on the work itself:
 fused or written-out attention, all threads or one, for sampling a cache that grows or one of fixed size, and ``torch.compile``
-of what the winner of these does. Compiling may take minutes or fail, so it has a process and a time limit of its own; where it
-does not end in time, that is what the report says. Logits are computed only where a loss or a token needs them.
+of what the winner of these does. Compiling may take many minutes or fail, so it has a process and a time limit of its own, none by
+default; where it does not end in time, that is what the report says. Logits are computed only where a loss or a token needs them.
 """
 
 import multiprocessing
@@ -149,7 +149,7 @@ def fastest(
     Args:
         peer: to try on; its adapters move.
         made: arguments that make another such peer.
-        compile_s: limit for compiling all works, in seconds.
+        compile_s: limit for compiling all works, in seconds; 0 and ``torch.compile`` is not tried.
     """
     best: dict[str, Options] = {}
     tried: dict[str, dict[str, Any]] = {}
@@ -168,6 +168,8 @@ def fastest(
         best[name] = min(times, key=lambda options: times[options])
         tried[name] = {str(options): round(seconds, 3) for options, seconds in times.items()}
         progress.update(len(best), str(best[name]))
+    if compile_s <= 0:
+        return best, tried
     wanted = {name: (options._replace(compiled=True), works[name]) for name, options in best.items()}
     for name, found in compiled_seconds(made, wanted, compile_s).items():
         options = wanted[name][0]

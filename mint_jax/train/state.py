@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import struct
 
@@ -82,11 +83,17 @@ class Hyper:
     def zeros(cls, slots: int) -> "Hyper":
         return cls(*(jnp.zeros((slots,), jnp.float32) for _ in dataclasses.fields(cls)))
 
-    def put(self, slot: int, config: OptimizerConfig) -> "Hyper":
+    @classmethod
+    def of(cls, config: OptimizerConfig) -> "Hyper":
+        """One policy's numbers, without a slot axis."""
         values = dataclasses.asdict(config)
         values["schedule"] = SCHEDULES.index(config.schedule)
         values["max_grad_norm"] = config.max_grad_norm or math.inf
-        return Hyper(*(getattr(self, f.name).at[slot].set(values[f.name]) for f in dataclasses.fields(self)))
+        return cls(*(np.float32(values[f.name]) for f in dataclasses.fields(cls)))  # type: ignore[arg-type]
+
+    def put(self, slot: jax.Array | int, mine: "Hyper") -> "Hyper":
+        """``mine``, from ``of``, in that slot."""
+        return jax.tree.map(lambda all_S, x: all_S.at[slot].set(x), self, mine)
 
 
 @struct.dataclass
@@ -157,21 +164,25 @@ def _spread(slots: int, leaf: Any) -> jax.Array:
     return jnp.zeros((*leaf.shape[:axis], slots, *leaf.shape[axis:]), leaf.dtype)
 
 
-def start(state: State, config: AdapterConfig, slot: int, adapter: Any, opt: OptimizerConfig) -> State:
-    """Puts a policy into a slot with fresh moments and counters; all other slots stay as they are."""
-    stack = state[config.bucket]
-    fresh = TrainStack(
-        adapters=lora_tree.write_slot(stack.adapters, slot, adapter, config.scale),
+def start(stack: TrainStack, slot: jax.Array | int, adapter: Any, scale: jax.Array | float, hyper: Hyper) -> TrainStack:
+    """Puts a policy into a slot with fresh moments and counters; all other slots stay as they are.
+
+    Everything but the stack's shapes is data, so that one program starts any policy of a bucket.
+
+    Args:
+        hyper: the policy's numbers, from ``Hyper.of``.
+    """
+    return TrainStack(
+        adapters=lora_tree.write_slot(stack.adapters, slot, adapter, scale),
         opt=_zero_slot(stack.opt, slot),
         grad_sum=_zero_slot(stack.grad_sum, slot),
-        hyper=stack.hyper.put(slot, opt),
+        hyper=stack.hyper.put(slot, hyper),
         steps=stack.steps.at[slot].set(0),
         skipped=stack.skipped.at[slot].set(0),
     )
-    return {**state, config.bucket: fresh}
 
 
-def _zero_slot(tree: Any, slot: int) -> Any:
+def _zero_slot(tree: Any, slot: jax.Array | int) -> Any:
     def zero(x: jax.Array) -> jax.Array:
         return x.at[slot].set(0) if slot_axis(x) == 0 else x.at[:, slot].set(0)
 

@@ -5,6 +5,7 @@ prompts, no rewards.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,15 +16,16 @@ from mint_jax import multihost
 from mint_jax.data.buckets import ShapeBook
 from mint_jax.errors import UserError, choice
 from mint_jax.lora import tree as lora_tree
-from mint_jax.lora.tree import AdapterConfig, Slot, Stacks
+from mint_jax.lora.tree import AdapterConfig, AdapterStack, Slot, Stacks
 from mint_jax.models import transformer
 from mint_jax.models.base import Base
+from mint_jax.models.config import ModelConfig
 from mint_jax.train import state as state_lib
 from mint_jax.train import step as step_lib
 from mint_jax.train.batch import Batch, Group, Place, mask_unrouted, pack, padded_tokens
 from mint_jax.train.batch import Sequence as Target
 from mint_jax.train.losses import KINDS, KL_KINDS, LossCoefs
-from mint_jax.train.state import OptimizerConfig, State
+from mint_jax.train.state import Hyper, OptimizerConfig, State, TrainStack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,6 +104,31 @@ def stack_coefs(configs: Sequence[LossConfig]) -> LossCoefs:
     return LossCoefs(*(column(name) for name in LossCoefs._fields))  # type: ignore[arg-type]
 
 
+@functools.partial(jax.jit, static_argnames=("cfg", "adapters"))
+def _empty(cfg: ModelConfig, adapters: tuple[AdapterConfig, ...]) -> State:
+    specs = transformer.abstract(cfg)
+    return lora_tree.constrain(state_lib.empty(specs, list(adapters)), specs)
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "adapter"), donate_argnames=("stack",))
+def _started(
+    stack: TrainStack, weights: Any, slot: jax.Array, scale: jax.Array, hyper: Hyper, cfg: ModelConfig, adapter: AdapterConfig
+) -> TrainStack:
+    """``state.start`` with given weights or, where they are a seed, fresh ones.
+
+    A program for each adapter config and not one for all policies at once: that took 0.7 s of compiling a policy.
+    """
+    specs = transformer.abstract(cfg)
+    if not isinstance(weights, dict):
+        weights = lora_tree.init_adapter(specs, adapter, jax.random.key(weights))
+    return lora_tree.constrain(state_lib.start(stack, slot, weights, scale, hyper), specs)
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "adapter"))
+def _read(stack: AdapterStack, slot: jax.Array, cfg: ModelConfig, adapter: AdapterConfig) -> Any:
+    return lora_tree.read_slot(stack, slot, adapter.rank, lora_tree.adapter_specs(transformer.abstract(cfg), adapter))
+
+
 class Trainer:
     """The policies in training and their state on the devices.
 
@@ -132,16 +159,16 @@ class Trainer:
         self._references: dict[str, tuple[AdapterConfig, Any]] = {}
         self._resident: tuple[Stacks, dict[str, Slot]] | None = None  # of the references, made when first used
         with jax.set_mesh(base.mesh):
-            self.state: State = jax.jit(self._fresh)(np.array([p.seed & 0xFFFFFFFF for p in policies], np.uint32))
+            self.state: State = _empty(cfg=base.cfg, adapters=tuple(p.adapter for p in policies))
+            for p in policies:
+                self._start(p, np.uint32(p.seed & 0xFFFFFFFF))
 
-    def _fresh(self, seeds: jax.Array) -> State:
-        """The state before the first step, as one program."""
-        policies = list(self.policies.values())
-        state = state_lib.empty(self.specs, [p.adapter for p in policies])
-        for p, seed in zip(policies, seeds):
-            fresh = lora_tree.init_adapter(self.specs, p.adapter, jax.random.key(seed))
-            state = state_lib.start(state, p.adapter, self.slots[p.name].index, fresh, p.optimizer)
-        return lora_tree.constrain(state, self.specs)
+    def _start(self, policy: PolicyConfig, weights: Any) -> None:
+        """Puts a policy into its slot: an adapter, or a fresh one from a seed."""
+        at, config = self.slots[policy.name], policy.adapter
+        stack, numbers = self.state[at.bucket], Hyper.of(policy.optimizer)
+        where = np.int32(at.index), np.float32(config.scale)
+        self.state = {**self.state, at.bucket: _started(stack, weights, *where, numbers, cfg=self.base.cfg, adapter=config)}
 
     @staticmethod
     def _assign(policies: Sequence[PolicyConfig]) -> dict[str, Slot]:
@@ -302,8 +329,7 @@ class Trainer:
         """
         self._order([name])
         config, slot = self.policies[name].adapter, self.slots[name]
-        wanted = lora_tree.adapter_specs(self.specs, config)
-        arrays = multihost.whole(lora_tree.read_slot(self.state[slot.bucket].adapters, slot.index, config.rank, wanted))
+        arrays = multihost.whole(_read(self.state[slot.bucket].adapters, np.int32(slot.index), cfg=self.base.cfg, adapter=config))
         for array in jax.tree.leaves(arrays):
             array.copy_to_host_async()
         return arrays
@@ -316,9 +342,9 @@ class Trainer:
         """
         self._order([name])
         lora_tree.check_fits(adapter, self.policies[name].adapter, self.specs, f"policy {name!r}")
-        p, slot = self.policies[name], self.slots[name]
+        p = self.policies[name]
         with jax.set_mesh(self.base.mesh):
-            self.state = state_lib.start(self.state, p.adapter, slot.index, adapter, p.optimizer)
+            self._start(p, adapter)
         if p.loss.needs_reference and p.loss.reference == "start":
             self.refer(name, p.adapter, adapter)
 

@@ -18,11 +18,11 @@ def tries(monkeypatch):
         of = cost[work.method]
         return of[options.attention] + 0.01 * options.threads + of.get(options.cache, 0.0)
 
-    def search(compiled):
+    def search(compiled, compile_s=1.0):
         monkeypatch.setattr(peft_peer, "_seconds", seconds)
         monkeypatch.setattr(peft_peer, "compiled_seconds", lambda made, wanted, limit_s: {name: compiled[name] for name in wanted})
         works = {"train": Work("updates", ()), "sample": Work("generate", ())}
-        return peft_peer.fastest(None, (), works, 1.0)  # type: ignore[arg-type]
+        return peft_peer.fastest(None, (), works, compile_s)  # type: ignore[arg-type]
 
     return search
 
@@ -40,3 +40,9 @@ def test_what_compiles_faster_is_compiled(tries):
     best, _ = tries({"train": 0.5, "sample": "failed: RuntimeError: no"})
     assert best["train"].compiled
     assert not best["sample"].compiled
+
+
+def test_compiling_that_is_not_asked_for_is_not_tried(tries):
+    best, tried = tries({}, compile_s=0.0)
+    assert not any(options.compiled for options in best.values())
+    assert not any("compile" in name for times in tried.values() for name in times)

@@ -82,10 +82,8 @@ def check_packed_load(report):
 CHECKS = {"handoff": check_handoff, "packed_load": check_packed_load}
 
 
-LONG = ("concurrent_grpo", "handoff", "moe_step", "revision_stores")
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in NAMES])
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
 def test_the_short_form_of_a_bench_runs(name, tmp_path):
     report = run(f"{name}:ci", tmp_path)
     found = figures(report)

@@ -151,6 +151,7 @@ def test_a_shared_batch_that_serves_another_adapter_is_refused(wrong, temperatur
         assert [opened.evaluations(name) for name in ("one", "two")] == before
 
 
+@pytest.mark.long
 def test_in_bfloat16_the_right_adapters_are_recorded_and_others_refused(catalog, tmp_path, monkeypatch):
     """There every row may have other tokens, so that only what the shared batch says of its own tokens can tell."""
     config = config_of(catalog, dtype="bfloat16", examples=4, samples=2, sampling={"max_tokens": 6})

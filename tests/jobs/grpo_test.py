@@ -93,6 +93,7 @@ def test_another_policy_beside_it_changes_nothing_of_a_policy_s_run(lengths, sam
     assert len(set(revisions(among).values())) == 3
 
 
+@pytest.mark.long
 def test_an_overlapped_run_resumed_is_the_run_uninterrupted(lengths, sampled, tmp_path, monkeypatch):
     """At the checkpoint two rollouts are under way. Done again, the first must not see the padded size that the second brought."""
     lengths.update({"a": [28, 22], "b": [16, 16], "c": [100, 24]})

@@ -36,6 +36,7 @@ def config() -> ConfigDict:
     return scope["get_config"]()
 
 
+@pytest.mark.long
 def test_a_tiny_model_on_four_chips(config, tmp_path, capsys):
     config.hlo = True
     result = scale_up.run(config, tmp_path)

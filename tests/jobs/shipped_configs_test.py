@@ -22,6 +22,7 @@ def test_all_configs_are_run_somewhere():
     assert {name for name in NAMES if load(name).job not in ELSEWHERE} == {*SMALL, *TRAIN}
 
 
+@pytest.mark.long
 def test_what_training_leaves_is_exported_imported_sampled_scored_and_evaluated(tmp_path):
     catalog, base = f"--config.catalog={tmp_path / 'catalog'}", "--config.base=tiny-random"
     trained = run("configs/tiny/sft.py", tmp_path / "sft", catalog, "--config.steps=2")

@@ -153,7 +153,8 @@ def one_device(monkeypatch):
     monkeypatch.setattr(mesh, "make_mesh", lambda sizes=None, devices=None: made(sizes, devices or jax.devices()[:1]))
 
 
-@pytest.mark.parametrize("vary", [False, pytest.param(True, marks=pytest.mark.long)], ids=["equal lengths", "varied lengths"])
+@pytest.mark.long
+@pytest.mark.parametrize("vary", [False, True], ids=["equal lengths", "varied lengths"])
 def test_grpo_stopped_and_resumed_is_grpo_uninterrupted(environment, one_device, tmp_path, vary):
     def run(steps, workdir):
         return train(steps, vary, workdir)

@@ -45,6 +45,13 @@ def _loop(x_MK, w, sizes, index, g_MN, transposed):
     return y, dx, dw.swapaxes(1, 2) if transposed else dw
 
 
+@functools.partial(jax.jit, static_argnames="transposed")
+def _ours(x, w, size, index, g, transposed=False):
+    """As ``_loop``."""
+    y, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, size, index, transposed=transposed), x, w)
+    return y, *vjp(g)
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("index", [False, True])
 @pytest.mark.parametrize("sizes", SIZES)
@@ -53,17 +60,16 @@ def test_products_and_gradients_equal_a_loop(sizes, index, transposed, rng):
         if not sum(SIZES[sizes]) + behind:
             continue
         x, w, size, indices, g = _problem(rng, SIZES[sizes], behind, index, transposed)
-        y, vjp = jax.vjp(lambda x, w, s=size, i=indices: grouped_matmul(x, w, s, i, transposed=transposed), x, w)
-        for got, want in zip((y, *vjp(g)), _loop(x, w, size, indices, g, transposed), strict=True):
+        results = _ours(x, w, size, indices, g, transposed)
+        for got, want in zip(results, _loop(x, w, size, indices, g, transposed), strict=True):
             np.testing.assert_allclose(got, want, atol=2e-6 * np.abs(want).max(initial=1.0))  # float32 sums of at most 290 terms
-        assert not np.any(y[sum(SIZES[sizes]) :])
+        assert not np.any(np.asarray(results[0])[sum(SIZES[sizes]) :])
 
 
 def test_a_matrix_may_serve_several_groups(rng):
     x, w, g = (rng.normal(size=s).astype(np.float32) for s in ((20, K), (2, K, N), (20, N)))
     size, index = jnp.array([4, 9, 7], jnp.int32), jnp.array([1, 0, 1], jnp.int32)
-    y, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, size, index), x, w)
-    for got, want in zip((y, *vjp(g)), _loop(x, w, size, index, g, False), strict=True):
+    for got, want in zip(_ours(x, w, size, index, g), _loop(x, w, size, index, g, False), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)  # float32 sums of at most 20 terms of size 1
 
 
@@ -72,8 +78,7 @@ def test_a_matrix_may_serve_several_groups(rng):
 def test_bfloat16_is_rounded_once(sizes, transposed, rng):
     """Accumulated in float32: what comes out is the exact result to half a unit of bfloat16's last place."""
     x, w, size, _, g = _problem(rng, SIZES[sizes], 9, False, transposed, jnp.bfloat16)
-    y, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, size, transposed=transposed), x, w)
-    for got, want in zip((y, *vjp(g)), _loop(x, w, size, None, g, transposed), strict=True):
+    for got, want in zip(_ours(x, w, size, None, g, transposed), _loop(x, w, size, None, g, transposed), strict=True):
         assert got.dtype == jnp.bfloat16
         np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2**-8, atol=1e-5 * np.abs(want).max(initial=1.0))
 
@@ -83,11 +88,11 @@ def test_bfloat16_is_rounded_once(sizes, transposed, rng):
 @pytest.mark.parametrize("sizes", SIZES)
 def test_both_forms_agree(sizes, transposed, dtype, rng):
     x, w, size, index, g = _problem(rng, SIZES[sizes], 9, True, transposed, dtype)
-    tiles, ragged = (functools.partial(f, transposed=transposed) for f in (grouped.tiled_matmul, grouped._ragged))
+    tiles, ragged = (jax.jit(functools.partial(f, transposed=transposed)) for f in (grouped.tiled_matmul, grouped._ragged))
     # float32 sums of K terms in another order; in bfloat16 they may round to either neighbour
     close = functools.partial(np.testing.assert_allclose, rtol=2**-7 if dtype == jnp.bfloat16 else 0, atol=1e-5)
     close(*(np.asarray(f(x, w, size, index), np.float32) for f in (tiles, ragged)))
-    outer = [np.asarray(f(x, g, size)) for f in (grouped._outer_tiles, grouped._outer_ragged)]
+    outer = [np.asarray(jax.jit(f)(x, g, size)) for f in (grouped._outer_tiles, grouped._outer_ragged)]
     np.testing.assert_allclose(*outer, atol=2e-6 * np.abs(outer[1]).max(initial=1.0))  # accumulated in float32 whatever the inputs
 
 
@@ -98,12 +103,14 @@ FORMS = {"cpu": (grouped.tiled_matmul, grouped._outer_tiles), "accelerators": (g
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_what_is_not_finite_in_one_group_stays_there(value, form, rng):
     """In its rows or in its matrix; and in rows behind the last group, whose products are 0 whatever they are."""
-    product, outer = FORMS[form]
+    product, outer = jax.jit(FORMS[form][0], static_argnums=4), jax.jit(FORMS[form][1])
     sizes, behind, mine = (5, 9, 0, 13), 4, slice(5, 14)  # the second group is the one
     others = np.r_[0:5, 14 : sum(sizes)]
     x, w, size, index, g = _problem(rng, sizes, behind, True, False)
-    bad_x, bad_g = (v.at[7, 3].set(value).at[-1].set(value) for v in (x, g))
-    bad_w = w.at[index[1], 2, 2].set(value)
+    bad_x, bad_g, bad_w = np.array(x), np.array(g), np.array(w)
+    bad_w[index[1], 2, 2] = value
+    for rows in (bad_x, bad_g):
+        rows[7, 3] = rows[-1] = value
     want = np.asarray(product(x, w, size, index, False))
     for rows, matrices in ((bad_x, w), (x, bad_w), (bad_x, bad_w)):
         got = np.asarray(product(rows, matrices, size, index, False))

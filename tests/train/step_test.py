@@ -192,11 +192,15 @@ OPTIMIZERS = [
 ]
 
 
+start = jax.jit(state_lib.start)
+
+
 def random_state(rng, configs, optimizers):
     state, seen = state_lib.empty(SPECS, configs), {}
     for config, opt in zip(configs, optimizers):
         slot = seen[config.bucket] = seen.get(config.bucket, -1) + 1
-        state = state_lib.start(state, config, slot, random_adapter(rng, SPECS, config), opt)
+        stack, adapter = state[config.bucket], random_adapter(rng, SPECS, config)
+        state |= {config.bucket: start(stack, slot, adapter, config.scale, state_lib.Hyper.of(opt))}
     return state
 
 
@@ -276,7 +280,7 @@ def expected_rate(opt, updates):
 def test_learning_rates_are_those_of_transformers(schedule, warmup_steps, final_fraction):
     opt = OptimizerConfig(3e-3, warmup_steps=warmup_steps, total_steps=13, schedule=schedule, final_fraction=final_fraction)
     steps = jnp.arange(20, dtype=jnp.int32)
-    hyper = jax.tree.map(lambda x: jnp.broadcast_to(x, (20,)), state_lib.Hyper.zeros(1).put(0, opt))
+    hyper = jax.tree.map(lambda x: jnp.broadcast_to(x, (20,)), state_lib.Hyper.zeros(1).put(0, state_lib.Hyper.of(opt)))
     expected = [expected_rate(opt, step) for step in range(20)]
     np.testing.assert_allclose(scheduled_rate(hyper, steps), expected, rtol=2e-6, atol=1e-9)  # float32, a cosine near zero
     assert max(expected) == 3e-3

@@ -81,7 +81,7 @@ class Killing:
 @pytest.mark.parametrize(
     ("nursery", "reads"),
     [
-        ("sqlite", False),
+        pytest.param("sqlite", False, marks=pytest.mark.long),
         *(pytest.param(*case, marks=pytest.mark.slow) for case in (("postgres", False), ("sqlite", True), ("postgres", True))),
     ],
     ids=["sqlite-writes", "postgres-writes", "sqlite-every call", "postgres-every call"],
