@@ -4,7 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYVER := $(shell $(PYTHON) -c 'import sys; print("py%d%d" % sys.version_info[:2])')
 CONSTRAINTS := constraints/$(PYVER).txt
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
+# Without byte code: what is imported is compiled then, all of torch and transformers would take half a minute more.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS)
 # Extra groups of dependencies, for a machine with an accelerator: make quickstart EXTRAS=cuda
 EXTRAS ?=
 WORKDIR ?= runs/quickstart
