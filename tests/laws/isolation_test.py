@@ -157,10 +157,10 @@ class Company:
             assert extreme not in SKIPS or skipped == [1, 1], f"{extreme}: a skipped {skipped}"
 
 
-FAST = ("llama", "qwen3_moe")
+MARKS = {"qwen3_moe": (), "llama": pytest.mark.long}
 
 
-@pytest.mark.parametrize("family", [f if f in FAST else pytest.param(f, marks=pytest.mark.slow) for f in oracles.TINY])
+@pytest.mark.parametrize("family", [pytest.param(f, marks=MARKS.get(f, pytest.mark.slow)) for f in oracles.TINY])
 def test_a_policy_of_the_same_batch_changes_no_bit_of_the_others(family, tiny_base, rng):
     Company(tiny_base(family), rng).check(EXTREMES)
 

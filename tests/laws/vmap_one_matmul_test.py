@@ -190,7 +190,8 @@ def adapters_of(cfg, rank: int, policies: int):
     return jax.tree.map(lambda s: struct(s.dtype, policies, *s.shape), one)
 
 
-@pytest.mark.parametrize("remat", ["none", pytest.param("names", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("remat", ["none", "names"])
 def test_vmap_of_one_policy_is_one_grouped_matmul_of_the_experts(remat, tiny_base):
     """A user's own ``vmap``: as many products as for one policy, each over the rows of all."""
     cfg = tiny_base("qwen3_moe").cfg

@@ -199,7 +199,7 @@ def test_a_damaged_witness_accuses_nobody(tmp_path, note):
     assert note is None or seen.stat().st_size == 16
 
 
-@pytest.mark.parametrize("times", [12, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [pytest.param(12, marks=pytest.mark.long), pytest.param(400, marks=pytest.mark.slow)])
 def test_a_flipped_bit_in_a_servers_files_is_never_another_answer(tmp_path, choice, times):
     """A cluster with checksums of its pages, stopped in good order, changed on disk, and started again."""
     server = Server()
