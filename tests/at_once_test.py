@@ -48,7 +48,7 @@ def test_a_failure_is_named_at_once(processes, tmp_path):
         "own_test.py",
     ]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "SHOWN": str(shown), "AWAITED": LINES}
-    for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_XDIST_TESTRUNUID"):
+    for name in ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT", "PYTEST_XDIST_TESTRUNUID"):
         environment.pop(name, None)
     with shown.open("w") as out:
         done = subprocess.run([sys.executable, *command], cwd=tmp_path, stdout=out, stderr=out, env=environment)

@@ -58,7 +58,7 @@ def pytest_collection_finish() -> None:
 def forget_programs():
     """Frees compiled programs behind a file when they are many: each keeps memory mapped, and a process may have 65,530 mappings."""
     yield
-    if len(Path("/proc/self/maps").read_bytes().splitlines()) > 30_000:
+    if len(Path("/proc/self/maps").read_bytes().splitlines()) > 15_000:
         jax.clear_caches()
         gc.collect()
 
