@@ -4,12 +4,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PYVER := $(shell $(PYTHON) -c 'import sys; print("py%d%d" % sys.version_info[:2])')
 CONSTRAINTS := constraints/$(PYVER).txt
-# Without byte code: what is imported is compiled then, all of torch and transformers would take half a minute more.
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS)
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS)
 # Extra groups of dependencies, for a machine with an accelerator: make quickstart EXTRAS=cuda
 EXTRAS ?=
 WORKDIR ?= runs/quickstart
-# Processes of make test; each may take 5 GB. More than there are cores gain nothing: the tests compute.
+# Processes of make test; each may take 5 GB.
 JOBS ?= 2
 # Files for make test, test-long and test-slow; all by default.
 TESTS ?=

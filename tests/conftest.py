@@ -32,7 +32,7 @@ from tests.at_once import pytest_configure as pytest_configure
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 host.use_compilation_cache(base_lib.cache_dir() / "compiled-tests")
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # files share their bases, and few programs take half a second
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # files share their bases, and most programs are small
 jax.devices()  # reads XLA_FLAGS once and for all: tests change the variable for processes that they start
 
 LIGHT = {"catalog", "data", "envs", "bench", "aot"}  # folders whose files take seconds
@@ -56,11 +56,11 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs():
-    """Frees compiled programs behind a file when they are many: each keeps memory mapped, and a process may have 65,530 mappings."""
+    """Frees a file's programs behind it: some were traced under settings that its tests had replaced, and each keeps memory mapped,
+    of which a process may have only so many mappings."""
     yield
-    if len(Path("/proc/self/maps").read_bytes().splitlines()) > 15_000:
-        jax.clear_caches()
-        gc.collect()
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture

@@ -116,7 +116,7 @@ def _started(
 ) -> TrainStack:
     """``state.start`` with given weights or, where they are a seed, fresh ones.
 
-    A program for each adapter config and not one for all policies at once: that took 0.7 s of compiling a policy.
+    A program for each rank and targets, and not one for all policies at once: compiling that took 0.7 s a policy.
     """
     specs = transformer.abstract(cfg)
     if not isinstance(weights, dict):
@@ -167,8 +167,9 @@ class Trainer:
         """Puts a policy into its slot: an adapter, or a fresh one from a seed."""
         at, config = self.slots[policy.name], policy.adapter
         stack, numbers = self.state[at.bucket], Hyper.of(policy.optimizer)
+        shape = AdapterConfig(config.rank, targets=config.targets)  # the scale is data
         where = np.int32(at.index), np.float32(config.scale)
-        self.state = {**self.state, at.bucket: _started(stack, weights, *where, numbers, cfg=self.base.cfg, adapter=config)}
+        self.state = {**self.state, at.bucket: _started(stack, weights, *where, numbers, cfg=self.base.cfg, adapter=shape)}
 
     @staticmethod
     def _assign(policies: Sequence[PolicyConfig]) -> dict[str, Slot]:
@@ -336,6 +337,8 @@ class Trainer:
 
     def load_adapter(self, name: str, adapter: Any) -> None:
         """Starts a policy from given weights, with fresh optimizer state. They are its reference where that is ``start``.
+
+        The arrays of its stack are donated, as by an update: what held the old ones must read ``stacks`` again.
 
         Raises:
             UserError: an unknown policy, or weights that do not fit its config.

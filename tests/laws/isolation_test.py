@@ -181,13 +181,13 @@ def over_mesh(family, name, way, tmp_path, monkeypatch):
     return base_lib.load(save_checkpoint(family, tmp_path), make_mesh(MESHES[name]))
 
 
+WAYS = [("dense", "gather"), *((family, way) for family in ("experts", "indexed") for way in ("gather", "all_to_all"))]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["gather", "all_to_all"])
 @pytest.mark.parametrize("name", MESHES)
-@pytest.mark.parametrize("family", ["dense", "experts", "indexed"])
+@pytest.mark.parametrize(("family", "way"), WAYS)
 def test_nor_over_a_mesh(family, name, way, tmp_path, monkeypatch, rng):
-    if family == "dense" and way == "all_to_all":
-        pytest.skip("no experts, no ways")
     Company(over_mesh(family, name, way, tmp_path, monkeypatch), rng).check(EXTREMES)
 
 

@@ -15,6 +15,7 @@ from mint_jax.lora import tree
 from mint_jax.lora.tree import AdapterConfig, Slot
 from mint_jax.models import transformer
 from mint_jax.train import step as step_lib
+from mint_jax.train import trainer as trainer_lib
 from mint_jax.train.batch import Group, Sequence
 from mint_jax.train.losses import KINDS, KL_KINDS
 from mint_jax.train.state import OptimizerConfig
@@ -129,6 +130,24 @@ def test_a_policy_s_adapter_comes_back_at_its_own_rank_and_targets(rng, tiny_bas
     fresh = tree.init_adapter(trainer.specs, A.adapter, jax.random.key(7))
     reseeded = Trainer(base, [dataclasses.replace(A, seed=7)])
     chex.assert_trees_all_equal(reseeded.adapter("a"), multihost.to_host(fresh))
+
+
+def test_policies_that_differ_in_numbers_only_start_by_one_program(tiny_base):
+    def policy(i):
+        adapter = AdapterConfig(3, 1.0 + i, ("q",), rslora=bool(i % 2))
+        return PolicyConfig(f"p{i}", adapter, OptimizerConfig(1e-3 * (i + 1), warmup_steps=i), seed=i)
+
+    trainer_lib._started.clear_cache()
+    policies = [policy(i) for i in range(6)]
+    trainer = Trainer(tiny_base(), policies)
+    assert trainer_lib._started._cache_size() == 1
+    np.testing.assert_allclose(trainer.stacks[4].scale, [p.adapter.scale for p in policies], rtol=1e-6)
+    np.testing.assert_allclose(trainer.state[4].hyper.learning_rate, [p.optimizer.learning_rate for p in policies], rtol=1e-6)
+    drawn = [trainer.adapter(p.name)["dense"]["attn"]["q"]["a"] for p in policies]
+    assert all(np.any(x != y) for i, x in enumerate(drawn) for y in drawn[:i]), "each has its own seed"
+    for p, x in zip(policies, drawn):
+        fresh = tree.init_adapter(trainer.specs, p.adapter, jax.random.key(p.seed))
+        np.testing.assert_array_equal(x, fresh["dense"]["attn"]["q"]["a"])
 
 
 def test_reference_logprobs_are_those_of_the_bare_model(rng, tiny_base, hf_dirs):
