@@ -94,6 +94,7 @@ ROWS = [
             "{ratio_sample|times}; {sample_same_tokens|share}",
         ),
         headline=[0, 2],
+        command="`configs/bench/train_vs_peft.py:long`",
     ),
     Row(
         "SFT on SmolLM2, 20 steps, held-out loss of two policies",
