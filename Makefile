@@ -8,8 +8,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CON
 # Extra groups of dependencies, for a machine with an accelerator: make quickstart EXTRAS=cuda
 EXTRAS ?=
 WORKDIR ?= runs/quickstart
-# Processes of make test; each may take 5 GB.
-JOBS ?= 2
+# Processes of make test; each may take 5 GB. Three on two cores, since an eighth of the time waits for servers and buckets.
+JOBS ?= 3
 # Files for make test, test-long and test-slow; all by default.
 TESTS ?=
 PYTEST = $(BIN)/python -m pytest -ra --durations=60 -n $(JOBS) --dist loadfile --no-loadscope-reorder

@@ -73,6 +73,11 @@ def test_a_score_is_recorded_with_everything_that_produced_it(catalog, tmp_path)
             assert score.metrics["rows"] == 24
             assert score.metrics["sampling"]["max_tokens"] == 4
             assert score.metrics["rows_differ"] <= score.metrics["rows_may_differ"] <= 2
+
+
+@pytest.mark.long
+def test_equal_adapters_have_equal_scores_and_another_dataset_another_name(catalog, tmp_path):
+    result = evaluate.run(config_of(catalog, adapters={"base": ""}), tmp_path)
     other = evaluate.run(config_of(catalog, examples=5, adapters={"base": "", "same": ""}), tmp_path)
     assert other["dataset"] != result["dataset"]
     assert (other["renderer"], other["scorer"]) == (result["renderer"], result["scorer"])

@@ -80,6 +80,7 @@ def test_a_second_signal_does_not_wait(interrupting, tmp_path):
     assert len(rows(tmp_path)) == 1
 
 
+@pytest.mark.long
 def test_a_terminated_program_says_one_line_and_its_status_tells_the_signal(tmp_path):
     command = [sys.executable, "-m", "mint_jax.launch", f"--config={ROOT / 'configs/tiny/sft.py'}", f"--workdir={tmp_path / 'work'}"]
     env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}

@@ -266,6 +266,7 @@ def test_in_short_no_bit_changes_in_other_families(family, tiny_base, rng):
     Company(tiny_base(family), rng, PAIR).check(EXTREMES)
 
 
+@pytest.mark.long
 def test_in_short_no_bit_changes_in_the_form_of_accelerators(tiny_base, form_of_accelerators, rng):
     Company(tiny_base("qwen3_moe"), rng, PAIR).check(EXTREMES)
 
