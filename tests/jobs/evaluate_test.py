@@ -31,10 +31,10 @@ def make():
 
 
 def store(place, base, scale):
-    """A catalog's folder with policies ``one`` (rank 2) and ``two`` (rank 5), whose random factors have this standard deviation."""
+    """A catalog's folder with policies ``one`` (rank 5) and ``two`` (rank 8), whose random factors have this standard deviation."""
     rng = np.random.default_rng(0)
     with Catalog.open(place) as opened:
-        for name, rank in (("one", 2), ("two", 5)):
+        for name, rank in (("one", 5), ("two", 8)):
             config = AdapterConfig(rank, 2.0 * rank)
             specs = lora_tree.adapter_specs(transformer.abstract(base.cfg), config)
             adapter = jax.tree.map(lambda s: rng.normal(size=s.shape, scale=scale).astype(np.float32), specs)

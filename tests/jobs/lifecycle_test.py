@@ -97,7 +97,7 @@ def test_a_terminated_program_says_one_line_and_its_status_tells_the_signal(tmp_
     assert not out
 
 
-@pytest.mark.parametrize("job", [sft, grpo], ids=["sft", "grpo"])
+@pytest.mark.parametrize("job", [sft, pytest.param(grpo, marks=pytest.mark.long)], ids=["sft", "grpo"])
 def test_a_finished_run_started_again_keeps_its_result(job, tmp_path):
     name = job.__name__.rpartition(".")[2]
     only = {"sft": "adder", "grpo": "ppo"}[name]

@@ -43,6 +43,7 @@ def leases(place: JobCatalog) -> int:
         return connection.exec_driver_sql("SELECT count(*) FROM leases").scalar()
 
 
+@pytest.mark.long
 def test_one_slot_serves_all_and_each_is_itself(stored, hf_dirs, rng, tmp_path):
     place, names, folder = stored
     owners = [*names, None, names[0], str(folder / names[1]), None, names[-1]]

@@ -74,7 +74,7 @@ def layer_bytes(cache):
         pytest.param("grouped", "rows", marks=pytest.mark.long),
         pytest.param("grouped", "positions", marks=pytest.mark.long),
         ("grouped", "positions, rows"),
-        ("latent", "positions, rows"),
+        pytest.param("latent", "positions, rows", marks=pytest.mark.long),
     ],
 )
 def test_eight_devices_decode_as_one_and_keep_their_part_of_the_cache(family, batch, rng):

@@ -71,7 +71,7 @@ SPLITS = {"data8": 1, "fsdp8": 8, "tensor2_fsdp2_data2": 4, "expert4_tensor2": 2
 CASES = [
     pytest.param("dense", "data8", marks=pytest.mark.long),
     pytest.param("dense", "fsdp8", marks=pytest.mark.long),
-    ("dense", "tensor2_fsdp2_data2"),
+    pytest.param("dense", "tensor2_fsdp2_data2", marks=pytest.mark.long),
     pytest.param("experts", "expert4_tensor2", marks=pytest.mark.long),
     pytest.param("latent", "expert4_tensor2", marks=pytest.mark.slow),  # all that it has, indexed has too
     pytest.param("indexed", "expert4_tensor2", marks=pytest.mark.long),

@@ -75,7 +75,7 @@ def test_dense_layers_of_a_type_that_knows_experts_are_loaded_too(family, rslora
     jax.tree.map(np.testing.assert_array_equal, back, adapter)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.long)])
 def test_two_adapters_in_one_batch_have_the_logits_and_gradients_that_peft_gives_each(family, rng, tiny_base, hf_dirs, tmp_path):
     """DeepSeek-V3: latent attention, a dense layer, experts chosen group by group, and shared ones."""
     base, directory = tiny_base(family), hf_dirs(family)

@@ -89,6 +89,7 @@ def way(request, monkeypatch):
     _run.clear_cache()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", SOME)
 def test_eight_devices_equal_one(sizes, way, rng):
     problem = _problem(rng)

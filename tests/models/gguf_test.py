@@ -52,6 +52,7 @@ def _same_tensors(directory, model):
     return len(mine)
 
 
+@pytest.mark.long
 def test_smollm2_tensors_and_config_equal_those_of_transformers(converted, smollm2_file):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(smollm2_file.parent, gguf_file=smollm2_file.name, dtype=torch.float32)
     assert _same_tensors(converted, theirs) == 272

@@ -85,6 +85,7 @@ def test_the_scale_grows_with_the_temperature_of_yarn_over_all_dimensions():
     assert mla.scale(EVEN.replace(rope_scaling=tempered)) == pytest.approx(20**-0.5 * (0.1 * np.log(4) + 1) ** 2, rel=1e-12)
 
 
+@pytest.mark.long
 def test_a_mesh_of_eight_equals_one_device(rng, mesh, mesh8):
     """Rows with adapters, and a token more with their latents cached."""
     specs, S = transformer.abstract(EVEN), 12

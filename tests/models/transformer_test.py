@@ -89,6 +89,7 @@ ANSWERS = {
 }
 
 
+@pytest.mark.long
 def test_smollm2_answers_as_under_transformers(smollm2, torch_smollm2):
     """Greedy decoding of chat prompts, all in one batch: the tokens of ``generate`` on each prompt alone."""
     tokenizer = smollm2.tokenizer
