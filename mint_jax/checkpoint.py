@@ -128,6 +128,19 @@ class Checkpoints:
         """Whether a checkpoint has a further tree of this name: process 0's word."""
         return multihost.agree("items of a checkpoint", lambda: (self.directory / f"step_{step}" / item).is_dir())
 
+    def has_array(self, step: int, name: str) -> bool:
+        """Whether a checkpoint's arrays have this name anywhere in their paths: process 0's word."""
+
+        def look() -> bool:
+            try:
+                with ocp.StandardCheckpointer() as checkpointer:
+                    metadata: Any = checkpointer.metadata(self.directory / f"step_{step}" / "arrays").item_metadata
+            except FileNotFoundError:
+                return False  # ``restore`` says what is missing
+            return name in _keys(metadata.tree)
+
+        return multihost.agree("names in a checkpoint", look)
+
     def restore_item(self, step: int, item: str, arrays: Any) -> Any:
         """One of the further trees of a checkpoint; arguments and errors as ``restore`` has them."""
         return self._restore(step, **{item: _like(arrays)})[item]
@@ -154,8 +167,14 @@ def _like(arrays: Any) -> Any:
     return ocp.args.StandardRestore(jax.tree.map(ocp.utils.to_shape_dtype_struct, arrays))
 
 
+def _keys(tree: Any) -> set[str]:
+    """All keys of nested dicts."""
+    children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else ()
+    return set(tree if isinstance(tree, dict) else ()).union(*map(_keys, children))
+
+
 class _Others:
-    """A hook for errors that nobody can catch, of those that ``wait`` has not told of.
+    """A hook for errors that no caller can catch, except those that ``wait`` raises.
 
     A save that fails closes its event loop; TensorStore's other writes then report to it, with a stack trace for each.
     """
@@ -170,5 +189,5 @@ class _Others:
 
 def _told_by_wait(record: logging.LogRecord) -> bool:
     """Leaves out what is logged of errors in Orbax's threads and tasks, a stack trace for each array: ``wait`` raises one of them."""
-    where = record.pathname if record.name != "asyncio" else record.getMessage()  # which names the task that nobody waits for any more
+    where = record.pathname if record.name != "asyncio" else record.getMessage()  # which names the task that is awaited no more
     return record.levelno < logging.ERROR or "/orbax/checkpoint/" not in where

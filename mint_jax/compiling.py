@@ -45,7 +45,7 @@ class Announcer:
         timer.start()
 
     def ended(self, event: str, duration_secs: float, **about: str | int) -> None:
-        """A listener for durations; JAX tells those of compilations that failed, too."""
+        """A listener for durations; JAX reports those of compilations that failed, too."""
         found = self._waiting.pop(threading.get_ident(), None) if event == EVENT else None
         if found is None:
             return

@@ -75,7 +75,7 @@ def read_config(file: Path, argument: str | None) -> ConfigDict:
     if not file.is_file():
         raise UserError(f"config {file} does not exist: check the path of --config")
     if (folder := str(file.parent.resolve())) not in sys.path:
-        sys.path.append(folder)  # last: a file called sample.py hides nobody's module
+        sys.path.append(folder)  # last: a file called sample.py hides no other module
     spec = importlib.util.spec_from_file_location("config", file)
     if spec is None or spec.loader is None:
         raise UserError(f"config {file} is no Python file: its name must end in .py")

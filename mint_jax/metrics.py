@@ -84,7 +84,7 @@ class MetricsWriter:
             if file is not None:
                 try:
                     file.close()
-                except OSError as error:  # what a full disk did not take has been told of
+                except OSError as error:  # what a full disk did not take has been reported
                     if not self._failed:
                         raise UserError(f"{self.path.parent} cannot be written ({error.strerror or error})") from None
 

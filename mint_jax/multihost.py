@@ -32,7 +32,7 @@ VARIABLES = ("MINT_COORDINATOR", "MINT_PROCESSES", "MINT_PROCESS")
 POLL_S = 5  # how often a waiting process looks whether another has failed; there is no limit on the wait, a reward may take hours
 LEAVE_S = 10  # how long process 0, failing, waits for others that fail with it
 BARRIER_S = 3600  # how long processes wait for the slowest
-FORGET_EVERY = 1024  # of the agreements in the coordinator's memory, those before the last so many are dropped
+FORGET_EVERY = 1024  # of the agreements in the coordinator's memory, those before the last ``FORGET_EVERY`` are dropped
 FAILED = "mint/failed"
 
 T = TypeVar("T")
@@ -153,7 +153,7 @@ def agree(name: str, make: Callable[[], T]) -> T:
         return make()
     number = next(_agreements)
     if number and number % FORGET_EVERY == 0:
-        barrier("forget")  # now nobody waits for an old one
+        barrier("forget")  # now no process waits for an old one
         if is_main():
             _client().key_value_delete(f"mint/{number // FORGET_EVERY - 1}")
     key = f"mint/{number // FORGET_EVERY}/{number}"

@@ -4,7 +4,7 @@
 partitioned module (one device's share) is walked from its entry, and every loop multiplies what is in it by its trip
 count: the one the compiler noted, or the constant that the loop's condition compares its counter with. A loop whose end
 depends on data counts once, and what is in it is marked as a minimum; but for the one loop whose body is a call's step, as
-in a program that decodes until it is told to stop: its caller says so, and one pass of it is what is asked for.
+in a program that decodes until its caller stops it, and one pass of it is what is asked for.
 
 Bytes of a collective are those that one device sends, by the ring algorithm, over a group of n: a shard of o bytes costs
 o (n - 1) to all-gather, o (n - 1) / n to reduce-scatter or all-to-all, twice that to all-reduce, o to permute. A TPU spreads

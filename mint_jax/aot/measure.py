@@ -36,14 +36,14 @@ class Measured:
         flops_traced: the traced function's, divided by the devices: less than ``flops`` where devices repeat work.
         hbm_bytes: arguments and new outputs.
         counts, sent: collectives by kind: how many, and bytes sent.
-        kernels: calls of kernels written by hand, whose FLOPs the compiled text does not tell.
+        kernels: calls of kernels written by hand, whose FLOPs the compiled text does not state.
         unknown_loops: loops whose length depends on data, counted once; that of ``decode`` whose body is a step is none of them.
         least: kinds of collectives inside such loops: their counts and bytes are minima.
         compute_s, memory_s, links_s: each at the datasheet's rate.
         tokens: of all devices.
         compile_s: wall seconds.
         text: the compiled program.
-        refused: the compiler's own words where it found no room.
+        refused: the compiler's own words where memory did not suffice.
         told: whether it said how many bytes it lacks; else ``total`` counts as many temporaries as the memory has.
     """
 
@@ -149,7 +149,7 @@ class Colocated:
 
     @property
     def free(self) -> float:
-        """Fraction of the memory that stays free; negative where there is no room."""
+        """Fraction of the memory that stays free; negative where it does not suffice."""
         return 1 - self.total / self.hbm
 
     def fits(self, margin: float) -> bool:
@@ -246,6 +246,6 @@ def _not_cached() -> Iterator[None]:
 
 
 def _temporaries(message: str) -> int | None:
-    """Bytes of temporaries that the compiler found no room for; None where it does not say."""
+    """Bytes of temporaries that did not fit, by the compiler; None where it does not say."""
     found = re.search(r"([\d.]+)([KMGT])\w*\)? (?:exceeds|of) ", message)
     return int(float(found[1]) * _UNITS[found[2]]) if found else None

@@ -2,7 +2,7 @@
 
 Entry ``k`` of a catalog of ``entries`` is revision ``k // policies + 1`` of policy ``k % policies``: every policy is exported once,
 then every policy again, as training does. The bytes of a batch follow from the seed and the batch's number, so that whoever
-reads them back can tell what they must be.
+reads them back knows what they must be.
 """
 
 import os
@@ -103,7 +103,7 @@ def fill(folder: Path, plan: Plan, database: str | None = None) -> dict[str, Any
     """Makes a catalog; returns what it took and what lies on the disk afterwards.
 
     Raises:
-        UserError: the disk has too little room.
+        UserError: the disk has too little free space.
     """
     free = shutil.disk_usage(folder).free
     if free < plan.entries * ROOM:

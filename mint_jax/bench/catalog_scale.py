@@ -5,7 +5,7 @@ that of a process which only reads. Measured there, each request timed alone:
 
 - ``resolve``: ``policy@latest`` for uniform and for Zipf names, and ``policy@number`` for uniform revisions. Beside them runs
   a ``control``: 0.1 ms of arithmetic. What its 99th percentile has beyond that, the machine took. ``undisturbed`` are the
-  requests (and their share) during which the kernel gave the core to nobody else; ``cpu`` is the thread's own time.
+  requests (and their share) during which the kernel gave the core to no other thread; ``cpu`` is the thread's own time.
 - ``load``: name -> resolve -> read -> verify -> unpack -> admit -> device slot, through ``Residency`` with a small host cache
   and few slots, for Zipf names; by where the bytes were found: storage (cold), host or device. ``disk``: cold loads after the
   packs and the database were dropped from the page cache.

@@ -43,17 +43,18 @@ class _Side:
         time.sleep(self.reward_s)
         return self.job.reward(name, rollout)
 
-    def update(self, scored: dict[str, Any], step: int) -> None:
-        del step
-        self.job.update(scored)
-
     def __call__(self) -> None:
         job = self.job
         job.trainer.state = jax.tree.map(jnp.copy, self.start)
         before = job.tokens
         first = dict.fromkeys(job.members, 0)
         overlap = self.name != "sequential"
-        schedule.run(self.units, first, self.steps, job.rollout, self.reward, self.update, overlap, workers=len(first))
+        with schedule.Phases(self.units, first, self.steps, overlap, workers=len(first)) as phases:
+            for phase, unit in phases:
+                if phase == schedule.ROLLOUT:
+                    unit.score(self.reward, job.rollout(unit.names, unit.step))
+                else:
+                    job.update(unit.scored())
         jax.block_until_ready(job.trainer.state)
         self.tokens = job.tokens - before
 

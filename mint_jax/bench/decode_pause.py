@@ -59,8 +59,8 @@ class _Decoder:
         """Seconds of each step, ``between`` included, which says whether it was the last; ``most`` at most."""
         out = []
         with jax.set_mesh(self.mesh):
-            room = {"cfg": self.cfg, "rollouts": 1, "new_tokens": self.new}
-            cache, state, _ = program.prefill(self.params, None, self.prompts, self.lengths, self.sampling, self.limits, **room)
+            sizes = {"cfg": self.cfg, "rollouts": 1, "new_tokens": self.new}
+            cache, state, _ = program.prefill(self.params, None, self.prompts, self.lengths, self.sampling, self.limits, **sizes)
             jax.block_until_ready(state)
             for _ in range(most):
                 began = time.perf_counter()

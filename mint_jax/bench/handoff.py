@@ -33,8 +33,7 @@ from mint_jax.models import hf, transformer
 from mint_jax.models.base import Base
 from mint_jax.models.config import ModelConfig
 from mint_jax.rollout.engine import DenseEngine, Request
-from mint_jax.train.batch import Group
-from mint_jax.train.batch import Sequence as Target
+from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 
 POLICY = "policy"
@@ -73,7 +72,7 @@ class _Paths:
     def step(self, rng: np.random.Generator) -> None:
         """One optimizer step, done when it returns."""
         tokens = rng.integers(3, self.base.cfg.vocab_size, 16).tolist()
-        self.trainer.update({POLICY: [Group(tokens[:1], [Target(tokens[1:], [1 / 15] * 15)])]})
+        self.trainer.update({POLICY: [Group(tokens[:1], [TrainSequence(tokens[1:], [1 / 15] * 15)])]})
         jax.block_until_ready(self.trainer.state)
 
     def adapter_memory(self) -> tuple[Base, Any]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from mint_jax import params as params_lib
 from mint_jax.bench import timing
-from mint_jax.lora.apply import Bound
+from mint_jax.lora.apply import BoundAdapters
 from mint_jax.models import experts, moe, router
 from mint_jax.models.config import Experts, ModelConfig
 from mint_jax.models.expert_parallel import routed
@@ -50,18 +50,18 @@ class _Stack:
         """M: tokens times experts of a token."""
         return self.size.rows * self.size.tokens * self.size.per_token
 
-    def adapters(self, policies: int) -> Bound:
+    def adapters(self, policies: int) -> BoundAdapters:
         """``policies`` adapters of all expert projections, both factors random."""
         size, key = self.size, jax.random.key(policies)
         factors = {}
         for i, name in enumerate(experts.NAMES):
             d_in, d_out = self.params["experts"][name]["w"].shape[2:]
-            room = size.layers, policies, size.experts, self.rank
-            a, b = (jax.random.normal(jax.random.fold_in(key, 2 * i + j), (*room, d)) for j, d in enumerate((d_in, d_out)))
+            outer = size.layers, policies, size.experts, self.rank
+            a, b = (jax.random.normal(jax.random.fold_in(key, 2 * i + j), (*outer, d)) for j, d in enumerate((d_in, d_out)))
             factors[name] = {"a": a * d_in**-0.5, "b": 0.01 * b}
-        return Bound(({"experts": factors},), (policies,))
+        return BoundAdapters(({"experts": factors},), (policies,))
 
-    def forward(self, x_BTD: jax.Array, lora: Bound | None, params: Any, through: Routed) -> jax.Array:
+    def forward(self, x_BTD: jax.Array, lora: BoundAdapters | None, params: Any, through: Routed) -> jax.Array:
         """``[B, T, D]`` behind all layers; ``through`` computes the experts."""
 
         def layer(x, inputs):

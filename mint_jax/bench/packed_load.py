@@ -21,7 +21,7 @@ all cores, which makes both sides faster, the ratio is up to ``cold_over_1_cpu``
 
 ``host_bytes_ratio``: growth of resident memory over the bytes that the host cache counts. ``cpu_seconds``, and the
 ``cpu_ratio``s from them, are of all threads of the process: they hold also where others use the machine, which
-``load_average`` tells of.
+``load_average`` shows.
 
 ``decode_pause_p99``: see ``decode_pause``.
 """

@@ -23,7 +23,7 @@ class Store:
     """Revisions of a catalog in a folder; counts what is read.
 
     Attributes:
-        found: by digest what the catalog told of each.
+        found: by digest what the catalog's record says of each.
     """
 
     def __init__(self, folder: Path | str):
@@ -61,14 +61,14 @@ class Store:
         return sum(self.found[digest].place.length for digest in digests)
 
     def known(self) -> dict[str, Known]:
-        """What the records tell of all, as residency is opened with it."""
+        """What the records say of all, as residency is opened with it."""
         schemas = {digest: Schema.from_json(found.schema) for digest, found in self.found.items()}
         return {digest: Known(schema.config, schema.dtype, self.found[digest].finite) for digest, schema in schemas.items()}
 
 
-def residency_of(store: Store, specs: Any, room: int, depth: int = 256) -> Residency:
-    """Residency over a store, with ``room`` slots and all of the host's memory, and otherwise the settings of jobs."""
-    return open_residency(store.fetch, unpack, BASE, specs, store.known(), room, 1 << 40, depth=depth)
+def residency_of(store: Store, specs: Any, slots: int, depth: int = 256) -> Residency:
+    """Residency over a store, with ``slots`` slots a bucket and all of the host's memory, and otherwise the settings of jobs."""
+    return open_residency(store.fetch, unpack, BASE, specs, store.known(), slots, 1 << 40, depth=depth)
 
 
 def load(residency: Residency, digests: list[str]) -> None:

@@ -163,7 +163,7 @@ def _open_to_all(path: Path) -> bool:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody has, nor gets by connecting somewhere."""
+    """A port of 127.0.0.1 that is free and outside the range of outgoing connections."""
     while True:
         port = random.SystemRandom().choice(_PORTS)
         with socket.socket() as probe:

@@ -10,7 +10,7 @@ the digest of what it read, which no other side does.
 - ``ocdbt``: the same arrays in one OCDBT database, a transaction per 64 revisions.
 
 ``one``: export and cold load of a single revision in an empty place. ``many``: ``entries`` of them; export is seconds a
-revision, over ``n`` batches. ``measured`` tells how many revisions a store really held: packs all of them, the others fewer where
+revision, over ``n`` batches. ``measured`` is how many revisions a store really held: packs all of them, the others fewer where
 the config says so, and nothing is extrapolated. Cold: the store is opened anew, and in a folder its files are dropped from the
 page cache (``posix_fadvise``; blocks that the kernel keeps all the same are warm for every side).
 """

@@ -4,7 +4,7 @@ A catalog of 10^4 revisions. One thread moves the alias ``serving`` of some poli
 process and one other process resolve these policies' ``serving`` all the while, in turn with names of the whole catalog.
 Every move and every read notes when it began and ended, on the one monotonic clock that all processes of a machine share.
 
-The same moves are made before that while nobody reads (``quiet``), and while only the other process does (``elsewhere``): what
+The same moves are made before that without readers (``quiet``), and while only the other process does (``elsewhere``): what
 lies between is Python's, whose threads run one at a time.
 
 A read is **stale** when it began after a move had returned and shows a revision from before that move: what it shows must be
@@ -83,7 +83,7 @@ def judge(moves: Sequence[Move], reads: np.ndarray, first: int) -> dict[str, int
 
 
 def _read(catalog: Catalog, plan: Plan, policies: Sequence[int], seed: int, stop: Any, ready: Any) -> tuple[array, array, int]:
-    """Resolves until told to stop; reads of ``serving``, nanoseconds of the other requests, errors."""
+    """Resolves until stopped; reads of ``serving``, nanoseconds of the other requests, errors."""
     rng = np.random.default_rng(seed)
     reads, others, errors = array("q"), array("q"), 0
     while not stop.is_set():

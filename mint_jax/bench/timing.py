@@ -132,7 +132,7 @@ def _short(x: Any) -> float:
 
 
 class Matmul:
-    """A large square matmul on the default device: as one side of ``in_turn`` it tells what the machine can do meanwhile."""
+    """A large square matmul on the default device: as one side of ``in_turn`` it shows what the machine can do meanwhile."""
 
     def __init__(self, dtype: Any = jnp.float32, size: int = 2048):
         self.flops = 2 * size**3

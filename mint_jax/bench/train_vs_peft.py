@@ -22,8 +22,7 @@ from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import hf
 from mint_jax.models.base import Base
 from mint_jax.rollout.engine import DenseEngine, Request
-from mint_jax.train.batch import Group
-from mint_jax.train.batch import Sequence as Target
+from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 
@@ -64,13 +63,15 @@ class _Workload:
         for b in range(B):
             advantages = [float(self.advantages_PB[p, b])] * count
             sequences.append(
-                Target(self.tokens_PBT[p, b, self.prompt :].tolist(), [1 / (B * count)] * count, advantages, self.old_logp[p, b].tolist())
+                TrainSequence(
+                    self.tokens_PBT[p, b, self.prompt :].tolist(), [1 / (B * count)] * count, advantages, self.old_logp[p, b].tolist()
+                )
             )
         prefixes = self.tokens_PBT[p, :, : self.prompt].tolist()
         return [Group(prefixes[0], sequences)] if self.shared else [Group(prefix, [s]) for prefix, s in zip(prefixes, sequences)]
 
     def torch_updates(self, count: int) -> list[tuple[Any, ...]]:
-        """The peer's updates of the first so many policies."""
+        """The peer's updates of the first ``count`` policies."""
         return [(f"p{p}", self.tokens_PBT[p], self.prompt, self.advantages_PB[p], self.old_logp[p]) for p in range(count)]
 
     def flops(self, base: Base, config: Any) -> dict[str, int]:

@@ -87,7 +87,7 @@ def history(connection: sa.Connection, policy: sa.Row, alias: str, after: int, l
 
 
 def at_time(connection: sa.Connection, policy: sa.Row, alias: str, time: float) -> Alias | None:
-    """What an alias was at that time, None before its first move. Read from the log, so removed revisions are told too."""
+    """What an alias was at that time, None before its first move. Read from the log, so removed revisions are included."""
     query = sa.select(log).where(log.c.policy_id == policy.id, log.c.alias == alias, log.c.at <= time)
     found = connection.execute(query.order_by(log.c.version.desc()).limit(1)).first()
     if found is None:

@@ -197,7 +197,7 @@ class Database:
     def _was_committed(self, transaction: str, write: bytes) -> bool:
         """Whether a write whose commit lost its connection is in the audit log, once its transaction has ended.
 
-        The transaction's own status does not tell: a crash can forget its number, and the next transaction may get it.
+        The transaction's own status does not show it: a crash can forget its number, and the next transaction may get it.
         """
         deadline = time.monotonic() + self.timeout_s
         status = "unreachable"
@@ -245,7 +245,7 @@ class Database:
         return error
 
     def damage(self, most: int = 20) -> list[str]:
-        """What is wrong in the database's files, at most so many lines: pages, rows, and every index against its table."""
+        """What is wrong in the database's files, at most ``most`` lines: pages, rows, and every index against its table."""
         if not self.sqlite:
             return list(itertools.islice(indexes.damage(self.engine), most))
         try:

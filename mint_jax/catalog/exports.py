@@ -50,7 +50,7 @@ class Export:
         session: the right to write, where a session is open.
         origin: where it comes from, in words.
         force: take an adapter with NaN or infinite weights too, to look into what went wrong.
-        sampling: how training draws the rollouts, for whoever evaluates the revision.
+        sampling: how training draws the rollouts, for evaluations of the revision.
     """
 
     policy: str
@@ -138,7 +138,7 @@ def store_and_commit(database: Database, store: Store, objects: dict[bytes, Buff
 
 
 def _delete_unused(database: Database, store: Store, names: set[str]) -> None:
-    """Removes those of our packs whose bytes somebody else committed first: no payload was ever in them. Killed before, gc does it."""
+    """Removes those of our packs whose bytes another writer committed first: no payload was ever in them. Killed before, gc does it."""
 
     def unused(connection: sa.Connection) -> list[str]:
         used = sa.exists().where(payloads.c.pack_id == packs.c.id)
@@ -278,7 +278,7 @@ def _locked_policies(
             schema = read_schema(wanted[key].schema)
             rows.append(policies.new_row(author, *key, schema, ids[wanted[key].schema]))
         insert = dialect_insert(connection, policy_table).on_conflict_do_nothing().returning(policy_table.c.id)
-        mine = set(connection.scalars(insert, rows))  # the others were made by somebody else in this moment
+        mine = set(connection.scalars(insert, rows))  # the others were made by another writer in this moment
         made = _select_policies(connection, dict.fromkeys(missing))
         owners |= made
         new = [policy for policy in made.values() if policy.id in mine]

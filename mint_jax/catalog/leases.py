@@ -1,6 +1,6 @@
 """Leases: a request or an engine keeps the bytes it uses from being removed, for a bounded time.
 
-They come and go with requests and change what no name stands for, so the audit log does not tell them.
+They come and go with requests and change what no name stands for, so the audit log does not record them.
 """
 
 import sqlalchemy as sa

@@ -32,7 +32,7 @@ from mint_jax.catalog import (
     exports,
     leases,
     lookup,
-    losses,
+    lost_commits,
     names,
     operations,
     policies,
@@ -115,7 +115,7 @@ class Catalog:
         database = Database(url, timeout_s)
         try:
             catalog = cls(database, PayloadStore(str(payloads)), actor, clock)
-            losses.tell(database, catalog._author(None, "found on opening"))
+            lost_commits.record(database, catalog._author(None, "found on opening"))
             return catalog
         except BaseException:
             database.close()
@@ -481,7 +481,7 @@ class Catalog:
         """Notes that a training checkpoint is committed at ``place``.
 
         Args:
-            keep: the records of all but so many newest checkpoints are forgotten, as their files are.
+            keep: the records of all but this many newest checkpoints are forgotten, as their files are.
         """
         key, author = names.parse_policy(policy), self._author(by, why)
         return self.database.write(
@@ -505,7 +505,7 @@ class Catalog:
         by: str | None = None,
         why: str = "",
     ) -> RolloutRecord:
-        """Stores a rollout object, which tells tokens, logprobs, rewards and the revision of each token."""
+        """Stores a rollout object: tokens, logprobs, rewards and the revision of each token."""
         key, author = names.parse_policy(policy), self._author(by, why)
         digest = bytes.fromhex(digest_of(data))
 
@@ -633,7 +633,7 @@ class Catalog:
             dry_run: only say.
             compact: join small and mostly dead packs too.
             grace_s: how long a pack's file stays after its last payload went, and how long a writer may take to write and
-                commit; shorten it only while nobody writes.
+                commit; shorten it only while no process writes.
             operations_s: how long ended operations are kept.
             accept_losses: collect also where the database has lost commits, whose payloads nothing names any more.
             progress: called with what is looked at, how many so far, and of how many.
@@ -643,7 +643,7 @@ class Catalog:
         """
         author = self._author(by, why)
         if accept_losses and not dry_run:
-            self.database.write(lambda c: losses.accept(c, author))
+            self.database.write(lambda c: lost_commits.accept(c, author))
         report = sweep.collect(self.database, self.store, author, grace_s, operations_s, dry_run, progress)
         if compact:
             compaction.compact(self.database, self.store, author, report, progress)

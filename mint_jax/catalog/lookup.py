@@ -1,6 +1,6 @@
 """From a name to bytes: one indexed statement each, written once, cached in compiled form by SQLAlchemy.
 
-A flipped bit in an index of SQLite's file lets a statement find another row than the one asked for, with nothing to tell
+A flipped bit in an index of SQLite's file lets a statement find another row than the one asked for, with nothing to show
 it by: SQLite takes the columns of the key from the index. So each statement reads the rows a second time by their ids and
 compares, holds an alias against its last move in the audit log, and a schema's text against its digest. Bytes need none of
 that: their digest is verified when they are read.
@@ -61,7 +61,7 @@ _BY_ALIAS = (
 _BY_NUMBER = sa.select(*_COLUMNS).select_from(_REVISIONS).where(_NAMED, revisions.c.number == sa.bindparam("number"))
 _IN_RANGE = revisions.c.digest.between(sa.bindparam("low"), sa.bindparam("high"))
 _OF_TENANT = sa.or_(sa.bindparam("tenant", type_=sa.String).is_(None), policies.c.tenant == sa.bindparam("tenant", type_=sa.String))
-# The lowest and the highest digest of the range tell whether it is unique; of several revisions with these bytes a live one
+# The lowest and the highest digest of the range show whether it is unique; of several revisions with these bytes a live one
 # comes first, then the newest.
 _BY_DIGEST = (
     sa.select(*_COLUMNS)

@@ -1,6 +1,6 @@
 """Operations: client calls that outlive their connection. A key makes a retry the same operation; its id can be polled.
 
-This table is its own log: it tells who asked for what and when, and how it ended.
+This table is its own log: it records who asked for what and when, and how it ended.
 """
 
 import json

@@ -35,7 +35,7 @@ def write(directory: str | Path, data: Buffer, about: Mapping[str, Any]) -> None
     """Writes a packed object as a checkpoint, which appears whole or not at all.
 
     Args:
-        about: what JSON shall tell beside schema and digest, such as policy and number.
+        about: what the JSON item records beside schema and digest, such as policy and number.
 
     Raises:
         UserError: the directory is there already, or cannot be written.

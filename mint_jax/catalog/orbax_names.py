@@ -1,4 +1,4 @@
-"""How an Orbax checkpoint of a revision is told from other folders; without Orbax, which takes seconds to import."""
+"""How an Orbax checkpoint of a revision is recognised among other folders; without Orbax, which takes seconds to import."""
 
 ADAPTER, REVISION = "adapter", "revision"
 _MARK = "_CHECKPOINT_METADATA"  # Orbax's own file in every checkpoint

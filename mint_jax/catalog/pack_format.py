@@ -155,7 +155,7 @@ def table_size(footer: bytes, name: Name) -> int:
     if magic != MAGIC:
         raise PackDamaged(f"pack {name} has no trailer: it is damaged, or not a pack of this version")
     if total != name.size or body + count * ENTRY.itemsize + FOOTER.size != total:
-        raise PackDamaged(f"the trailer of pack {name} is damaged: it tells of {count} objects in {total} bytes")
+        raise PackDamaged(f"the trailer of pack {name} is damaged: it records {count} objects in {total} bytes")
     return count * ENTRY.itemsize
 
 

@@ -3,7 +3,7 @@
 It is a valid safetensors file (see ``header``): the factors, one contiguous array per projection and A/B in the layout
 of ``lora.tree``, and one metadata entry ``schema`` that says base, rank, scale rule, targets, layout and dtype. Its BLAKE3
 hash (why: see ``mint_jax.digest``) is the revision's digest: it covers payload, schema and base, the same adapter always
-has the same bytes, and whoever loads it can verify it.
+has the same bytes, and every load can verify it.
 
 Conversion to and from PEFT's per-expert tensors is ``lora.peft``'s.
 """

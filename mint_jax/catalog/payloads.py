@@ -181,7 +181,7 @@ class PayloadStore:
         """Removes what killed writers left: files in writing, and parts of packs that were never committed.
 
         Args:
-            older_s: leaves alone what was written to in so many seconds. Less than the default only while nobody writes.
+            older_s: leaves alone what was written to within this many seconds. Less than the default only while no process writes.
             dry_run: removes nothing.
 
         Returns:

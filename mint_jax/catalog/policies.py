@@ -68,7 +68,7 @@ def create(connection: sa.Connection, author: Author, tenant: str, name: str, sc
 
 
 def creation(policy: Any, keep_last: int | None) -> dict[str, Any]:
-    """What the audit log says of a policy when it is made: all that a changed row could be told by."""
+    """What the audit log says of a policy when it is made: all that could reveal a changed row."""
     return {"policy": full_name(policy.tenant, policy.name), "schema": policy.json, "keep_last": keep_last}
 
 
@@ -89,7 +89,7 @@ def find(connection: sa.Connection, tenant: str, name: str) -> sa.Row:
 
 
 def lock(connection: sa.Connection, tenant: str, name: str, active: bool = False) -> sa.Row:
-    """``find``, and nobody else changes this policy until the transaction ends.
+    """``find``, and no other transaction changes this policy until the transaction ends.
 
     Raises:
         UserError: there is none, or it is retired and must be ``active``.

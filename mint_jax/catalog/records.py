@@ -50,7 +50,7 @@ class Revision:
     Attributes:
         bytes: length of the packed object.
         state: ``live`` or ``retired``.
-        sampling: how training drew the rollouts, as ``rollout.engine.Request`` names it; None where it drew none, or nobody said.
+        sampling: how training drew the rollouts, as ``rollout.engine.Request`` names it; None where it drew none or it is unknown.
     """
 
     id: int
@@ -71,7 +71,7 @@ class Resolved:
     """What a name stands for now, and where its bytes are.
 
     Attributes:
-        finite: all weights are, found when the bytes came in; False also where nobody looked.
+        finite: all weights are, found when the bytes came in; False also where that was not checked.
     """
 
     policy: str
@@ -137,7 +137,7 @@ class TrainingCheckpoint:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutRecord:
-    """A stored batch of rollouts; ``digest`` names its object, which tells the revision of every token."""
+    """A stored batch of rollouts; ``digest`` names its object, which records the revision of every token."""
 
     id: int
     policy: str

@@ -1,6 +1,6 @@
 """Recovery: adapters that lie in packs and that no record names, as after a database was lost, become revisions again.
 
-A pack tells which objects it has and an object what adapter it is, but not whose: names, aliases and scores are the database's
+A pack lists its objects and an object what adapter it is, but not whose: names, aliases and scores are the database's
 alone. So each gets a policy of its own, named by its digest, to be looked at, branched and promoted.
 """
 

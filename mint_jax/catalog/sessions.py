@@ -56,7 +56,7 @@ def start(
 
 
 def renew(connection: sa.Connection, author: Author, policy: sa.Row, session: Session, seconds: float) -> Session:
-    """Moves a session's expiry. A heartbeat is no change of state: the audit log does not tell it."""
+    """Moves a session's expiry. A heartbeat is no change of state: the audit log does not record it."""
     check_writer(policy, session)
     duration("length of a session", seconds)
     expires = author.now + seconds
@@ -75,7 +75,7 @@ def check_writer(policy: sa.Row, session: Session | None) -> None:
     """Raises unless ``session`` may write the policy; None may where no session is open.
 
     Raises:
-        UserError: it was fenced off by a newer one or closed, or somebody else's is open.
+        UserError: it was fenced off by a newer one or closed, or another owner's is open.
     """
     mine = full_name(policy.tenant, policy.name)
     if session is None:

@@ -6,7 +6,7 @@ from mint_jax.catalog.tables import metadata, packs, payloads, policies, revisio
 
 
 def count(connection: sa.Connection) -> dict[str, int]:
-    """Rows of every table, and what a look at the tables does not tell at once."""
+    """Rows of every table, and what the tables show only by a query."""
     rows = {name: sa.select(sa.func.count()).select_from(table) for name, table in sorted(metadata.tables.items())}
     more = {
         "retired_policies": sa.select(sa.func.count()).where(policies.c.state == "retired"),

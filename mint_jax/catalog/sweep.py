@@ -2,7 +2,7 @@
 
 Three rules keep a reader or a writer that runs meanwhile safe. A payload row goes only in a transaction that has locked it
 and then saw that nothing names it; an exporter that counted on it finds it missing in its own transaction and stores the
-bytes again. A pack's file goes only a grace period after its last payload did, so whoever resolved before can still read.
+bytes again. A pack's file goes only a grace period after its last payload did, so a reader that resolved before can still read.
 A pack that no row names is first entered as swept: its writer, if it lives, can no longer commit it.
 """
 
@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import sqlalchemy as sa
 
-from mint_jax.catalog import audit, leases, losses, operations, retention
+from mint_jax.catalog import audit, leases, lost_commits, operations, retention
 from mint_jax.catalog.audit import Author
 from mint_jax.catalog.database import Database, chunks, insert_new
 from mint_jax.catalog.payloads import PayloadStore
@@ -74,7 +74,7 @@ def collect(
     report = Report(dry_run)
     if not dry_run and (damage := database.damage(1)):
         raise UserError(f"database {database.name} is damaged ({damage[0]}): nothing was removed; restore it from a backup, then collect")
-    if not dry_run and (lost := database.read(losses.told)):
+    if not dry_run and (lost := database.read(lost_commits.report)):
         raise UserError(f"database {database.name}: {lost[0]}; nothing was removed, for the payloads of what is lost may still be there")
     if dry_run:
         _foretell(database, author, report, operations_s, grace_s, tell)

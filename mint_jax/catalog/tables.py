@@ -91,7 +91,7 @@ payloads = sa.Table(
     sa.Column("offset", sa.BigInteger, nullable=False),
     sa.Column("length", sa.BigInteger, nullable=False),
     sa.Column("created_at", _Time, nullable=False),
-    sa.Column("finite", sa.Boolean),  # whether all weights are; null: nobody looked, as before this column was
+    sa.Column("finite", sa.Boolean),  # whether all weights are; null: not checked, as before this column was
 )
 
 revisions = sa.Table(
@@ -106,7 +106,7 @@ revisions = sa.Table(
     sa.Column("pinned", sa.Boolean, nullable=False),
     sa.Column("state", sa.String, nullable=False),  # live | retired
     sa.Column("created_at", _Time, nullable=False),
-    sa.Column("sampling", sa.Text),  # JSON: how training drew its rollouts; null: it drew none, or nobody said
+    sa.Column("sampling", sa.Text),  # JSON: how training drew its rollouts; null: it drew none, or the exporter did not say
     sa.UniqueConstraint("policy_id", "number"),
     sa.Index("revisions_digest", "digest", "policy_id"),
 )

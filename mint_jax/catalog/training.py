@@ -1,6 +1,6 @@
 """What training leaves beside revisions: checkpoints, which resume it, and rollouts, which it learned from.
 
-A checkpoint's bytes are Orbax's (``mint_jax.checkpoint``); the catalog tells where they lie. A rollout object is a payload
+A checkpoint's bytes are Orbax's (``mint_jax.checkpoint``); the catalog records where they lie. A rollout object is a payload
 like a revision's.
 """
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import sqlalchemy as sa
 
-from mint_jax.catalog import losses, replay
+from mint_jax.catalog import audit_check, lost_commits
 from mint_jax.catalog.database import UNREADABLE, Database
 from mint_jax.catalog.exports import is_finite
 from mint_jax.catalog.packed import schema_digest, unpack
@@ -141,14 +141,14 @@ def _file_damage(database: Database) -> Iterator[Finding]:
 
 
 def _lost_commits(database: Database) -> Iterator[Finding]:
-    for what in database.read(losses.told):
+    for what in database.read(lost_commits.report):
         yield Finding("database", what)
 
 
 def _replay_log(database: Database) -> Iterator[Finding]:
     last = -1
     while True:
-        found, after = database.snapshot(lambda c, last=last: replay.contradictions(c, last))
+        found, after = database.snapshot(lambda c, last=last: audit_check.contradictions(c, last))
         for kind, name, what in found:
             yield Finding(kind, what, None, (name,) if kind == "revision" else ())
         if after is None:
@@ -170,7 +170,7 @@ def _schemas(connection: sa.Connection) -> list[tuple[int, str, bytes]]:
 
 
 def _unplaced(database: Database) -> Iterator[Finding]:
-    """Revisions and rollouts of whose bytes no record tells where they are."""
+    """Revisions and rollouts whose bytes' place no record names."""
     place = sa.or_(packs.c.id.is_(None), packs.c.state != "live")
     whose = (policies.c.tenant, policies.c.name)
     query = sa.select(*whose, revisions.c.number, revisions.c.digest).join_from(policies, revisions, revisions.c.policy_id == policies.c.id)

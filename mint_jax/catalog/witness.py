@@ -1,4 +1,4 @@
-"""A witness to the commits of an SQLite database: how far its audit log has been, told outside of it.
+"""A witness to the commits of an SQLite database: how far its audit log has been, recorded outside of it.
 
 SQLite's write-ahead log ends, for SQLite, at the first page whose checksum is wrong. A flipped bit or a cut there takes back
 commits that were acknowledged, without a word. So the id of the last entry of the audit log is noted in a file beside the

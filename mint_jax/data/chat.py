@@ -45,7 +45,7 @@ def conversation(tokenizer: Tokenizer, messages: list[Message], where: str = "a 
         after = tokenizer.render(messages[: i + 1], generation_prompt=False)
         if not before.startswith(done) or not after.startswith(before):
             raise UserError(
-                f"{where}: the chat template rewrites earlier turns, so replies cannot be told apart: give prompt and completion instead"
+                f"{where}: the chat template rewrites earlier turns, so replies cannot be located: give prompt and completion instead"
             )
         context = tokenizer.encode(before[len(done) :], special=False)
         reply = tokenizer.encode(after[len(before) :], special=False)

@@ -35,7 +35,7 @@ def questions(
 
     Args:
         path: ``.jsonl`` or ``.parquet``.
-        held_out: the first so many rows, or the path of a second file.
+        held_out: this many first rows, or the path of a second file.
         instruction: appended to each question.
         question, answer: the names of the columns; ``question`` may also hold a list of chat messages.
 

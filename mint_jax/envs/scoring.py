@@ -78,7 +78,7 @@ def check_timeout(timeout_s: float) -> None:
 
 
 class Watch:
-    """Looks at the rewards of this process that somebody waits for.
+    """Watches the rewards of this process that are awaited.
 
     Args:
         timeout_s: seconds that one completion's reward may take; 0 lets it take any.

@@ -5,12 +5,10 @@ JOBS = {
     "sft": "mint_jax.jobs.sft",
     "dpo": "mint_jax.jobs.dpo",
     "evaluate": "mint_jax.jobs.evaluate",
-    "export": "mint_jax.jobs.export",
-    "import": "mint_jax.jobs.import_",
     "sample": "mint_jax.jobs.sample",
     "score": "mint_jax.jobs.score",
     "bench": "mint_jax.jobs.bench",
     "pretrain": "mint_jax.jobs.pretrain",
     "scale_up": "mint_jax.jobs.scale_up",
 }
-ALONE = ("export", "import", "bench", "pretrain")  # run in one process: files in, files out, or a measurement of one machine
+ALONE = ("bench", "pretrain")  # run in one process: files in, files out, or a measurement of one machine

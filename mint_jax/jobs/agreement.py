@@ -4,13 +4,13 @@ The same prompts are sampled with the same seeds twice, with the revision loaded
 equality cannot be asked for: in a batch of another shape sums are taken in another order, and logits differ a little. Three things
 are asked for.
 
-What the shared batch gave must be the revision's own. The sampler tells the log-probability of every token that it drew. The same
+What the shared batch gave must be the revision's own. The sampler reports the log-probability of every token that it drew. The same
 tokens are scored again, teacher forced, with the revision loaded alone, and the two differ by rounding only. How much rounding explains
 is measured with the same adapter, on its own tokens: the sampler's log-probabilities of the rows drawn alone against their scores. These
 are two programs of one model, so their difference is what the base's dtype does, whatever the depth: 1e-6 in float32, a few hundredths in
 bfloat16. The shared batch may differ from the scores by ``WHOLE`` times as much over all tokens, root mean square, and its worst row by
 ``WORST`` times as much as the worst row alone. An adapter that is served in another's place differs by what the two make of the same text,
-tenths of a nat and more; one whose change is smaller than the dtype's rounding cannot be told from rounding, here or in use.
+tenths of a nat and more; one whose change is smaller than the dtype's rounding cannot be distinguished from rounding, here or in use.
 
 Few rows may differ. A token is the argmax of logits plus Gumbel noise, so it differs only where the two best are closer than
 ``d``, twice the error of a logit over the temperature; the largest gap between the two samplings before a row's first other token stands

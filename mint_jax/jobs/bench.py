@@ -26,8 +26,11 @@ BENCHES = (
 
 
 def open_base(config: Config | dict[str, Any]) -> Base:
-    """``common.open_base`` of a config or of its plain form, which crosses to another process."""
-    return common.open_base(ConfigDict(config))
+    """``common.open_base`` of a bench's config or of its plain form, which crosses to another process."""
+    known, fields = [f.name for f in dataclasses.fields(settings.OnBase)], ConfigDict(config)
+    mine = ConfigDict({name: fields[name] for name in known if name in fields})
+    settings.fill(settings.OnBase, mine)
+    return common.open_base(mine)
 
 
 def make_grpo(fields: dict[str, Any], base: Base) -> grpo.ConcurrentGrpo:

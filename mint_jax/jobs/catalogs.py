@@ -89,9 +89,9 @@ class JobCatalog:
 @contextlib.contextmanager
 def reading(config: Config) -> Iterator[JobCatalog | None]:
     """The catalog of a config for as long as the block runs; None where it names none."""
-    if not config.get("catalog", ""):
+    if not config.catalog:
         yield None
         return
-    catalog = JobCatalog(config.catalog, config.get("payloads", ""))
+    catalog = JobCatalog(config.catalog, config.payloads)
     with contextlib.closing(catalog):
         yield catalog

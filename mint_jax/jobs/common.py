@@ -145,7 +145,7 @@ def open_base(config: Config) -> Base:
         )
     if jax.process_index() != multihost.index():
         raise UserError(f"MINT_PROCESS is {multihost.index()} on host {jax.process_index()} of this slice: use --distributed in its place")
-    devices = mesh.make_mesh(dict(config.get("mesh", {})) or {"data": -1})
+    devices = mesh.make_mesh(dict(config.mesh))
     began, progress = time.monotonic(), None
 
     def report(done: int, total: int) -> None:
@@ -153,7 +153,7 @@ def open_base(config: Config) -> Base:
         progress = progress or Progress("loading base", total, per=1e6, unit="MB")
         progress.update(done)
 
-    base = base_lib.load(config.base, devices, config.get("dtype", "float32"), report, config.get("quantise", ""))
+    base = base_lib.load(config.base, devices, config.dtype, report, config.quantise)
     multihost.require_same("the base", lambda: base.fingerprint)
     processes = f" of {multihost.count()} processes" if multihost.count() > 1 else ""
     say(

@@ -5,7 +5,7 @@ of them; what both drew is scored once more with the adapter alone. The first is
 ``agreement``) there is no score. Scores of the catalog's revisions are recorded there.
 
 A revision is sampled as it was trained, as far as ``config.sampling`` does not say otherwise: by the settings that its record in the
-catalog tells. What has none (the base, a PEFT directory) is sampled as the first revision that has some, or by the defaults of training.
+catalog says. What has none (the base, a PEFT directory) is sampled as the first revision that has some, or by the defaults of training.
 """
 
 import dataclasses
@@ -71,6 +71,7 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     Raises:
         UserError: an adapter's score in the shared batch is not its own; nothing is recorded then.
     """
+    settings.complete(config)  # a caller other than launch may leave settings out
     common.save_config(config, workdir)
     options = dict(config.env)
     name = options.pop("name")
@@ -90,7 +91,7 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
 
             return {label: (rewards(label, alone[text]), rewards(label, among[text])) for label, text in config.adapters.items()}
 
-        watch = scoring.Watch(config.get("reward_timeout", scoring.TIMEOUT_S))
+        watch = scoring.Watch(config.reward_timeout)
         judged = multihost.agree("rewards", lambda: watch.over(judge))
         verdicts = {}
         for label, text in config.adapters.items():
@@ -107,7 +108,7 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
             "renderer": _digest(base.need_tokenizer().sources),
             "scorer": f"{name} {_digest([name, options])}",
             "dataset": _digest([[e.messages, e.answer] for e in examples]),
-            "seed": int(config.get("seed", 0)),
+            "seed": config.seed,
         }
         rows = []
         for label, text in config.adapters.items():
@@ -163,7 +164,7 @@ def _samplings(config: Config, loaded: Mapping[str, Loaded], catalog: JobCatalog
 
 def _requests(config: Config, base: Base, sampling: Sampling, examples: Sequence[Example]) -> list[Request]:
     """One for every example, for the bare base."""
-    n, first, ends = config.samples, int(config.get("seed", 0)), base.need_tokenizer().eos_ids
+    n, first, ends = config.samples, config.seed, base.need_tokenizer().eos_ids
     prompts = [tuple(common.encode(base, example.messages)) for example in examples]
     multihost.require_same("the prompts", lambda: prompts)
     return [sampling.request(prompt=p, n=n, seed=first + i * n, stop_ids=ends) for i, p in enumerate(prompts)]
@@ -181,13 +182,11 @@ def _sample(
     The scores are log-probabilities of the tokens drawn alone and of those drawn among others, one array a row, both by teacher
     forcing with the adapter alone.
     """
-    names, room = [text for text in dict.fromkeys(config.adapters.values()) if text], config.get("slots", 64)
-    if not isinstance(room, int) or room < 1:
-        raise UserError(f"slots is {room!r}; expected how many adapters may be on the device at once, at least 1")
-    parties = [[*names[k : k + room], BASE] for k in range(0, max(1, len(names)), room)]  # with the base a lone adapter has company, too
+    names, most = [text for text in dict.fromkeys(config.adapters.values()) if text], config.slots
+    parties = [[*names[k : k + most], BASE] for k in range(0, max(1, len(names)), most)]  # with the base a lone adapter has company, too
     names.append(BASE)
     progress = Progress("evaluate", 2 * len(names) + len(parties))
-    engine = DenseEngine(base, base.need_tokenizer().decode, config.get("max_rows", 64))
+    engine = DenseEngine(base, base.need_tokenizer().decode, config.max_rows)
     alone = {}
     for k, text in enumerate(names):
         alone[text] = sample_together(engine, base, requests, {text: loaded[text]} if text else {}, [text])[text]

@@ -27,15 +27,14 @@ from mint_jax.jobs import adapters, common, report, settings
 from mint_jax.jobs.adapters import Loaded
 from mint_jax.jobs.common import Config
 from mint_jax.jobs.settings import Count, Natural, Place
-from mint_jax.jobs.training import KEEP_ROLLOUTS, TrainingRun
+from mint_jax.jobs.training import TrainingRun
 from mint_jax.lora.tree import Slot, Stacks
 from mint_jax.models import base as base_lib
 from mint_jax.models import router
 from mint_jax.models.base import DTYPES, Base
 from mint_jax.rollout.engine import Completion, DenseEngine, Request
 from mint_jax.train import advantages, schedule
-from mint_jax.train.batch import Group
-from mint_jax.train.batch import Sequence as Target
+from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.trainer import Trainer
 
 
@@ -144,7 +143,7 @@ class Settings(settings.Training):
         reward_workers: threads that compute rewards.
         reward_timeout: seconds that the reward of one completion may take; 0: any time.
         max_rows: rows that are sampled together.
-        keep_rollouts: rollouts of so many last steps are kept in the catalog; 0 keeps none.
+        keep_rollouts: rollouts of this many last steps are kept in the catalog; 0 keeps none.
         eval: how policies are evaluated before and after training.
         router_noise: spread of the noise on the weights of the trainer's routers, for studies of replay.
         trainer_dtype: of a base of the trainer's own, where it is to differ from the sampler's, for the same studies.
@@ -156,7 +155,7 @@ class Settings(settings.Training):
     reward_workers: Count = 4
     reward_timeout: float = scoring.TIMEOUT_S
     max_rows: Count = 256
-    keep_rollouts: Natural = KEEP_ROLLOUTS
+    keep_rollouts: Natural = 8
     eval: HeldOut = HeldOut()
     router_noise: float = 0.0
     trainer_dtype: str = ""
@@ -221,15 +220,13 @@ class ConcurrentGrpo:
         self.config, self.base = config, base
         self.members = {m.name: m for m in members_of(config, base)}
         policies = [common.policy_config(n, config.policies[n], m.seed) for n, m in self.members.items()]
-        self.trainer = Trainer(
-            trained_through(base, config), policies, config.get("max_tokens_per_pass", 16384), config.get("remat", "names")
-        )
+        self.trainer = Trainer(trained_through(base, config), policies, config.max_tokens_per_pass, config.remat)
         tokenizer = base.need_tokenizer()
         replay = base.cfg.experts is not None and any(m.sampling.replay for m in self.members.values())
-        self.engine = DenseEngine(base, tokenizer.decode, config.get("max_rows", 256), keep_routes=replay)
+        self.engine = DenseEngine(base, tokenizer.decode, config.max_rows, keep_routes=replay)
         self.stop_ids = tokenizer.eos_ids
         self.tokens = 0  # sampled in this process
-        self.watch = scoring.Watch(config.get("reward_timeout", scoring.TIMEOUT_S))
+        self.watch = scoring.Watch(config.reward_timeout)
         self.fixed: dict[str, Loaded] = {}
         self._fixed_stacks, self._fixed_slots = {}, {}
         self._books: dict[tuple[str, ...], tuple[ShapeBook, ShapeBook]] = {}
@@ -237,8 +234,8 @@ class ConcurrentGrpo:
     def books(self, names: Sequence[str]) -> tuple[ShapeBook, ShapeBook]:
         """The padded sizes of rollouts and of updates of policies that work together.
 
-        Padding decides the order of sums. Each unit has books of its own: what it computes follows from its own steps, whoever
-        else is in training and whoever's rewards come first.
+        Padding decides the order of sums. Each unit has books of its own: what it computes follows from its own steps, whatever
+        other policies are in training and whichever rewards come first.
         """
         return self._books.setdefault(tuple(sorted(names)), (ShapeBook(), ShapeBook()))
 
@@ -340,12 +337,12 @@ def trained_through(base: Base, config: Config) -> Base:
     Raises:
         UserError: noise for a base without experts.
     """
-    dtype = config.get("trainer_dtype", "")
+    dtype = config.trainer_dtype
     if dtype and DTYPES.get(dtype) != base.dtype:
-        own = base_lib.load(config.base, base.mesh, dtype, quantise=config.get("quantise", ""))
+        own = base_lib.load(config.base, base.mesh, dtype, quantise=config.quantise)
         common.say(f"the trainer has a base of its own in {dtype}: {own.nbytes / 1e6:.0f} MB more")
         base = own
-    std = float(config.get("router_noise", 0.0))
+    std = config.router_noise
     if not std:
         return base
     if base.cfg.experts is None:
@@ -373,7 +370,7 @@ def rollout_groups(sampling: Sampling, rollout: Rollout, rewards_QG: np.ndarray)
         for g, c in enumerate(completions):
             n = len(c.tokens)
             routes = c.routes if sampling.replay else None
-            sequences.append(Target(c.tokens, [next(weights)] * n, [float(advantage[q, g])] * n, c.drawn_logprobs, routes=routes))
+            sequences.append(TrainSequence(c.tokens, [next(weights)] * n, [float(advantage[q, g])] * n, c.drawn_logprobs, routes=routes))
         prompt_routes = completions[0].prompt_routes if sampling.replay else None
         groups.append(Group(prompt, sequences, routes=prompt_routes, temperature=sampling.temperature))
     return groups
@@ -399,10 +396,10 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     """Trains, exports, evaluates; see the module. Returns the result it prints."""
     began = time.monotonic()
     settings.complete(config)  # a caller other than launch may leave settings out
-    schedule.check_workers(config.get("reward_workers", 4))
-    scoring.check_timeout(config.get("reward_timeout", scoring.TIMEOUT_S))
+    schedule.check_workers(config.reward_workers)
+    scoring.check_timeout(config.reward_timeout)
     common.claim_workdir(config, workdir)
-    units = schedule.units_of(list(config.policies), config.schedule, config.get("cohorts", 1))
+    units = schedule.units_of(list(config.policies), config.schedule, config.cohorts)
     base = common.open_base(config)
     job = ConcurrentGrpo(config, base)
     books = {name: job.books(names) for names in units for name in names}
@@ -427,24 +424,27 @@ def _run(config: Config, workdir: Path, job: ConcurrentGrpo, run: TrainingRun, u
     history, spent = run.notes["history"], dict(run.notes["spent"])  # by the steps before an interruption
     clock = time.monotonic()
 
-    def update(scored: dict[str, Any], step: int) -> None:
-        drawn_by = {name: rollout.revision or run.snapshot(name) for name, (rollout, _) in scored.items()} if run.keeps_rollouts else {}
-        rows = job.update(scored)
-        for name, revision in drawn_by.items():
-            run.keep(name, step, revision, functools.partial(as_record, *scored[name]))
-        for name, row in rows.items():
-            history[name].append(row["reward"])
-            run.notes["mismatch"][name].append([row["gap"], row.get("out_of_route")])
-        run.notes["spent"] = {
-            "train_s": spent["train_s"] + time.monotonic() - clock,
-            "sampled_tokens": spent["sampled_tokens"] + job.tokens,
-        }
-        rewards = " ".join(f"{n}={history[n][-1]:.2f}" for n in names if history[n])
-        run.record(step, rows, f"step {step + 1}: reward {rewards}, {job.tokens / (time.monotonic() - clock):.0f} sampled tokens/s")
-
-    overlap, workers = config.schedule != "sequential", config.get("reward_workers", 4)
-    with run.stepping():
-        timing = schedule.run(units, dict(run.step), config.steps, job.rollout, job.reward, update, overlap, workers, job.watch.look)
+    overlap, workers = config.schedule != "sequential", config.reward_workers
+    with run.stepping(), schedule.Phases(units, run.step, config.steps, overlap, workers, job.watch.look) as phases:
+        for phase, unit in phases:
+            if phase == schedule.ROLLOUT:
+                unit.score(job.reward, job.rollout(unit.names, unit.step))
+                continue
+            scored = unit.scored()
+            drawn_by = {name: rollout.revision or run.snapshot(name) for name, (rollout, _) in scored.items()} if run.keeps_rollouts else {}
+            rows = job.update(scored)
+            for name, revision in drawn_by.items():
+                run.keep(name, unit.step, revision, functools.partial(as_record, *scored[name]))
+            for name, row in rows.items():
+                history[name].append(row["reward"])
+                run.notes["mismatch"][name].append([row["gap"], row.get("out_of_route")])
+            run.notes["spent"] = {
+                "train_s": spent["train_s"] + time.monotonic() - clock,
+                "sampled_tokens": spent["sampled_tokens"] + job.tokens,
+            }
+            rewards = " ".join(f"{n}={history[n][-1]:.2f}" for n in names if history[n])
+            speed = job.tokens / (time.monotonic() - clock)
+            run.record(unit.step, rows, f"step {unit.step + 1}: reward {rewards}, {speed:.0f} sampled tokens/s")
     revisions = run.close()
     after = job.evaluate()
     before = run.notes["before"]
@@ -476,7 +476,7 @@ def _run(config: Config, workdir: Path, job: ConcurrentGrpo, run: TrainingRun, u
         "schedule": config.schedule,
         "wall_s": round(time.monotonic() - began, 1),
         "train_s": round(run.notes["spent"]["train_s"], 1),
-        "device_busy": round(timing.busy, 3),
+        "device_busy": round(phases.timing.busy, 3),
         "sampled_tokens": run.notes["spent"]["sampled_tokens"],
         "policies": rows,
         "catalog": run.catalog.place,

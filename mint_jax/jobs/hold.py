@@ -1,7 +1,7 @@
 """One process at a time runs in a workdir: it holds a lock on a file there, which its end releases, however it comes.
 
 The kernel is the judge of who lives: a process that was killed holds nothing. Where the folder is on a network and the
-holder was another machine, its lock may not be seen from here; then its sessions in the catalog tell (``enrolment``).
+holder was another machine, its lock may not be seen from here; then its sessions in the catalog show whether it lives (``claim``).
 """
 
 import fcntl
@@ -17,8 +17,8 @@ from mint_jax import multihost
 from mint_jax.errors import UserError
 
 FILE = "run.lock"
-LOOK_S = 1.0  # somebody who only looks has the lock for a moment, and a holder's name is there a moment after its lock
-_BOOT = Path("/proc/sys/kernel/random/boot_id")  # tells machines of one name apart, and a machine from itself before a reboot
+LOOK_S = 1.0  # a process that only looks has the lock for a moment, and a holder's name is there a moment after its lock
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # distinguishes machines of one name, and a machine from itself before a reboot
 
 
 class Process(NamedTuple):
@@ -90,7 +90,7 @@ def refuse_if_held(workdir: Path) -> None:
         try:
             handle = os.open(workdir / FILE, os.O_RDONLY)
         except OSError:
-            return  # nobody was here; what else may be wrong, taking it tells
+            return  # no run was here; taking the lock reports what else may be wrong
         try:
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -56,7 +56,7 @@ class Output:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if self._file is not None:
-            with contextlib.suppress(OSError):  # a full disk has been told of
+            with contextlib.suppress(OSError):  # a full disk has been reported
                 self._file.close()
             if not self.rows:
                 self.part.unlink(missing_ok=True)
@@ -129,7 +129,7 @@ class Output:
             self._file.flush()
             os.fsync(self._file.fileno())
         except OSError as error:
-            raise UserError(f"output {self.part} cannot be written ({error}): {self._done()}, once there is room") from None
+            raise UserError(f"output {self.part} cannot be written ({error}): {self._done()}, once there is space") from None
 
     def _finish(self) -> None:
         write_rows(self.path, (self.rows[n] for n in range(self.total)))

@@ -193,7 +193,7 @@ class Recorder:
                     due = float("inf")  # nothing more is written: others may have the policies
                 if ended:
                     self._give_back()
-            except BaseException as error:  # told to the training by its next call
+            except BaseException as error:  # raised in the training's thread by its next call
                 self._error = self._error or error
             for _ in taken:
                 self._queue.task_done()

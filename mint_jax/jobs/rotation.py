@@ -51,21 +51,21 @@ class Turn:
 
 
 class Rotation:
-    """Adapters by name, checked as far as records tell before anything runs; a context that ends its loads and leases.
+    """Adapters by name, checked against their records before anything runs; a context that ends its loads and leases.
 
     Args:
         names: of each row; None is the bare base. A PEFT directory, or a revision of ``catalog``, resolved here once.
-        room: device slots of each rank bucket.
+        slots: on the device, of each rank bucket.
 
     Raises:
         UserError: an unknown name, an adapter for another base, or, on several processes, which load all before they begin,
-            more adapters than there is room for.
+            more adapters than there are slots for.
     """
 
-    def __init__(self, base: Base, names: Sequence[str | None], catalog: JobCatalog | None, room: int):
-        if isinstance(room, bool) or not isinstance(room, int) or room < 1:
-            raise UserError(f"slots is {room!r}; expected how many adapters of a rank bucket may be on the device at once, at least 1")
-        self.base, self.names, self._catalog, self._room = base, [name or None for name in names], catalog, room
+    def __init__(self, base: Base, names: Sequence[str | None], catalog: JobCatalog | None, slots: int):
+        if isinstance(slots, bool) or not isinstance(slots, int) or slots < 1:
+            raise UserError(f"slots is {slots!r}; expected how many adapters of a rank bucket may be on the device at once, at least 1")
+        self.base, self.names, self._catalog, self._slots = base, [name or None for name in names], catalog, slots
         self.digests: dict[str, str] = {}  # name -> revision or, of a PEFT directory, what it would be
         self._known: dict[str, Known] = {}
         self._bytes: dict[str, int] = {}
@@ -78,7 +78,7 @@ class Rotation:
             self._plan = self._turns()
             if self._loaded and len(self._plan) > 1:
                 raise UserError(
-                    f"{len(self._known)} adapters are named and slots is {room}: several processes load all before they begin; "
+                    f"{len(self._known)} adapters are named and slots is {slots}: several processes load all before they begin; "
                     "set --config.slots as high, or run one process"
                 )
         except BaseException:
@@ -112,7 +112,7 @@ class Rotation:
             return
         residency = self._residency = self._open()
         if len(self._plan) > 1:
-            say(f"{len(self._known)} adapters take {len(self._plan)} turns over {self._room} slots of each rank bucket")
+            say(f"{len(self._known)} adapters take {len(self._plan)} turns over {self._slots} slots of each rank bucket")
         before = 0
         for k, digests in enumerate(self._plan):
             self._renew()
@@ -170,12 +170,12 @@ class Rotation:
         self._known = {digest: self._known[digest] for digest in order}
 
     def _turns(self) -> list[list[str]]:
-        """Digests of each turn: of every rank bucket as many as there is room for, in the order in which rows name them."""
+        """Digests of each turn: of every rank bucket as many as there are slots, in the order in which rows name them."""
         plan: list[list[str]] = []
         seen: dict[int, int] = {}
         for digest, known in self._known.items():
             bucket = known.config.bucket
-            turn = seen.get(bucket, 0) // self._room
+            turn = seen.get(bucket, 0) // self._slots
             seen[bucket] = seen.get(bucket, 0) + 1
             if turn == len(plan):
                 plan.append([])
@@ -187,7 +187,7 @@ class Rotation:
         base, specs = self.base.fingerprint, transformer.abstract(self.base.cfg)
         host_bytes = 2 * max(sum(self._bytes[digest] for digest in digests) for digests in self._plan)
         depth = 1 + 2 * max(map(len, self._plan))
-        return open_residency(self._fetch, unpack, base, specs, self._known, self._room, host_bytes, mesh=self.base.mesh, depth=depth)
+        return open_residency(self._fetch, unpack, base, specs, self._known, self._slots, host_bytes, mesh=self.base.mesh, depth=depth)
 
     def _fetch(self, digest: str) -> np.ndarray:
         if digest in self._given:

@@ -116,13 +116,14 @@ def _prompt(base: Base, row: dict[str, Any], where: str) -> list[int]:
 
 def run(config: Config, workdir: Path) -> dict[str, Any]:
     """Samples ``config.input`` into ``config.output``; returns the result it prints."""
+    settings.complete(config)  # a caller other than launch may leave settings out
     common.save_config(config, workdir)
     source, path = common.paths(config)
     places, rows = zip(*numbered_rows(source))
     with Output(path, len(rows), made_from(config, rows)) as output:
         todo = [n for n in range(len(rows)) if n not in output.rows]
         base = common.open_base(config)
-        engine = DenseEngine(base, base.tokenizer.decode if base.tokenizer is not None else None, config.get("max_rows", 64))
+        engine = DenseEngine(base, base.tokenizer.decode if base.tokenizer is not None else None, config.max_rows)
         requests = []
         for row, where in zip(rows, places):
             check_row(row, KEYS, where)
@@ -146,7 +147,7 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
             placed = [dataclasses.replace(requests[n], adapter=s, revision=d) for n, s, d in zip(mine, slots, digests)]
             return engine.generate(placed, turn.stacks, finished=done)
 
-        with catalogs.reading(config) as catalog, Rotation(base, names, catalog, config.get("slots", 64)) as rotation:
+        with catalogs.reading(config) as catalog, Rotation(base, names, catalog, config.slots) as rotation:
             output.begin({"base's fingerprint": base.fingerprint} | {f"adapter {n}": d for n, d in rotation.digests.items()})
             began = time.monotonic()
             results = rotation.run(sampled)

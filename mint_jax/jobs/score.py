@@ -75,20 +75,21 @@ def tokens_of(base: Base, row: dict[str, Any], where: str) -> list[int]:
 
 def made_from(config: Config, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """What decides a batch job's results: its input, base and, where it has any, sampling."""
-    settings = {name: config.get(name) for name in ("base", "dtype", "quantise") if name in config}
+    settings = {name: config[name] for name in ("base", "dtype", "quantise")}
     settings |= {f"sampling.{name}": value for name, value in dict(config.get("sampling", {})).items()}
     return {"input with digest": digest_of(json.dumps(rows, sort_keys=True).encode())[:12]} | settings
 
 
 def run(config: Config, workdir: Path) -> dict[str, Any]:
     """Scores ``config.input`` into ``config.output``; returns the result it prints."""
+    settings.complete(config)  # a caller other than launch may leave settings out
     common.save_config(config, workdir)
     source, path = common.paths(config)
     places, rows = zip(*numbered_rows(source))
     with Output(path, len(rows), made_from(config, rows)) as output:
         todo = [n for n in range(len(rows)) if n not in output.rows]
         base = common.open_base(config)
-        scorer = Scorer(base, config.get("max_tokens", 4096))
+        scorer = Scorer(base, config.max_tokens)
         sequences = []
         for row, where in zip(rows, places):
             check_row(row, KEYS, where)
@@ -106,7 +107,7 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
 
             return scorer.logprobs([sequences[n] for n in mine], [turn.slot(names[i]) for i in turn.rows], turn.stacks, done)
 
-        with catalogs.reading(config) as catalog, Rotation(base, names, catalog, config.get("slots", 64)) as rotation:
+        with catalogs.reading(config) as catalog, Rotation(base, names, catalog, config.slots) as rotation:
             output.begin({"base's fingerprint": base.fingerprint} | {f"adapter {n}": d for n, d in rotation.digests.items()})
             began = time.monotonic()
             rotation.run(scored)

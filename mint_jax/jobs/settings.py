@@ -5,7 +5,7 @@ out, applies the command line's changes and checks the whole. What an annotation
 
 - a dataclass is a section; one that derives from ``Open`` also takes names that only its reader knows, such as an environment's;
 - ``dict[str, SomeDataclass]`` is a section for each name that the file gives, ``dict[str, T]`` takes any name;
-- ``T | None = None`` is left out of the config until somebody sets it: the job decides;
+- ``T | None = None`` is left out of the config until it is set: the job decides;
 - ``Place`` is a path, whose ``~`` is expanded; ``Count`` is at least 1, ``Natural`` at least 0.
 
 Without a class (a bench) the file itself is the declaration: its names, with the types of its values.
@@ -94,7 +94,7 @@ class WithCatalog(OnBase):
     """What jobs over a base and a catalog have.
 
     Attributes:
-        catalog: a folder or a database's URL; training and import make WORKDIR/catalog where none is named.
+        catalog: a folder or a database's URL; training makes WORKDIR/catalog where none is named.
         payloads: folder, s3:// or gs:// of the payloads; empty: inside the catalog's folder.
     """
 
@@ -180,7 +180,7 @@ def settings_of(job: Any) -> type | None:
 
 
 def complete(config: Config) -> Config:
-    """Fills and checks a config in place; what ``launch`` does with one that nobody changes on the command line."""
+    """Fills and checks a config in place; what ``launch`` does with one that has no changes from the command line."""
     cls = settings_of(config.get("job"))
     fill(cls, config)
     check(cls, config)

@@ -13,8 +13,7 @@ from mint_jax.jobs import settings, supervised
 from mint_jax.jobs.common import Config
 from mint_jax.models.base import Base
 from mint_jax.rollout.score import Scorer
-from mint_jax.train.batch import Group
-from mint_jax.train.batch import Sequence as Target
+from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.trainer import LossConfig, Trainer
 
 KIND = "cross_entropy"
@@ -54,7 +53,7 @@ def to_group(base: Base, row: dict[str, Any], where: str, append_eos: bool) -> G
 def group_of(*marked: chat.Marked, pair_weight: float = 0.0) -> Group:
     """Texts that share everything before their first target."""
     first = marked[0].first
-    sequences = [Target(m.tokens[first:], [float(learn) for learn in m.learn[first:]]) for m in marked]
+    sequences = [TrainSequence(m.tokens[first:], [float(learn) for learn in m.learn[first:]]) for m in marked]
     return Group(marked[0].tokens[:first], sequences, pair_weight)
 
 

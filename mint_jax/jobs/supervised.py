@@ -33,7 +33,7 @@ class Data(Open):
 
     Attributes:
         path: .jsonl or .parquet file with rows as ``data.chat`` reads them.
-        held_out: its first so many rows are not learned but measured; a tenth by default.
+        held_out: this many first rows are not learned but measured; a tenth by default.
         env: where no path is given: a name in envs.env.REGISTRY, or module:factory.
         append_eos: end texts, and replies to prompts that are text, with the checkpoint's end token; chat templates end theirs.
     """
@@ -86,7 +86,7 @@ class Student:
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """What tells SFT from DPO.
+    """What differs between SFT and DPO.
 
     Attributes:
         to_group: one data row, its place for errors, and ``Data.append_eos`` -> a group with weights 1.

@@ -24,7 +24,7 @@ from mint_jax.catalog.rollouts import Rollouts, pack_rollouts
 from mint_jax.checkpoint import Checkpoints
 from mint_jax.data.buckets import ShapeBook
 from mint_jax.errors import Interrupted, UserError
-from mint_jax.jobs import adapters, common, enrolment
+from mint_jax.jobs import adapters, claim, common
 from mint_jax.jobs.adapters import Loaded
 from mint_jax.jobs.catalogs import JobCatalog
 from mint_jax.jobs.common import Config
@@ -34,7 +34,6 @@ from mint_jax.lora.tree import spelled_out
 from mint_jax.train.state import TrainStack
 from mint_jax.train.trainer import Trainer
 
-KEEP_ROLLOUTS = 8  # steps
 ADAPTERS = "adapters"  # the item of a checkpoint that restores without the rest
 
 
@@ -42,13 +41,12 @@ class TrainingRun:
     """Bookkeeping of one run, a context manager: the workdir is this process's until it ends; where it fails, the policies are given back.
 
     Args:
-        config: needs ``job``, ``steps``, ``export_every`` and ``checkpoint.every``, ``checkpoint.keep``; may have ``catalog``
-            (``workdir/catalog`` by default), ``payloads``, ``tenant``, and ``keep_rollouts``: of how many last steps.
+        config: of a training job, complete; where it names no ``catalog``, that is ``workdir/catalog``.
         workdir: claimed already.
         trainer: its state is saved and restored here.
         shapes: the books of padded sizes that each policy goes by: padding decides the order of sums, so an exact resume needs
             them too, as they were when the policy's last update was done. Policies that are always updated together may share.
-        sampling: how a policy's rollouts are drawn, for its revisions to tell.
+        sampling: how a policy's rollouts are drawn; its revisions record it.
 
     Attributes:
         step: updates done by each policy.
@@ -72,7 +70,7 @@ class TrainingRun:
         self.config, self.workdir, self.trainer, self.shapes = config, workdir, trainer, shapes
         self.step = dict.fromkeys(trainer.policies, 0)
         self.notes: dict[str, Any] = {}
-        self.names = {name: full_name(config.get("tenant", "default"), name) for name in trainer.policies}
+        self.names = {name: full_name(config.tenant, name) for name in trainer.policies}
         self._sampling = {self.names[name]: settings for name, settings in sampling.items()}
         self._recorder: Recorder | None = None
         self._snapshots: dict[str, Snapshot] = {}
@@ -83,7 +81,7 @@ class TrainingRun:
         self._hold: Hold | None = None
         multihost.agree("the workdir", self._take_workdir)
         try:
-            self.catalog = JobCatalog(config.get("catalog", "") or workdir / "catalog", config.get("payloads", ""), create=True)
+            self.catalog = JobCatalog(config.catalog or workdir / "catalog", config.payloads, create=True)
             try:
                 self._begin()
             except BaseException:
@@ -106,7 +104,9 @@ class TrainingRun:
         wanted = {n: s.rollout_revision for n, s in config.policies.items() if s.get("rollout_revision", "")}
         losses = {n: p.loss for n, p in self.trainer.policies.items() if p.loss.needs_reference}
         named = {n: loss.reference for n, loss in losses.items() if loss.reference not in ("start", "base")}
-        start, fixed, references, self._recorder = enrolment.enrol(self.catalog, schemas, workdir / "run.json", wanted, self._hold, named)
+        start, fixed, references, self._recorder = claim.claim_policies(
+            self.catalog, schemas, workdir / "run.json", wanted, self._hold, named
+        )
         self.fixed: dict[str, Loaded] = {n: adapters.read_adapter(text, self.trainer.base, self.catalog) for n, text in fixed.items()}
         self._saved = Checkpoints(workdir / "checkpoints", config.checkpoint.keep, self._committed)
         exported = self._restore()
@@ -118,7 +118,7 @@ class TrainingRun:
             loaded = adapters.read_adapter(text, self.trainer.base, self.catalog)
             self.trainer.refer(name, loaded.config, loaded.adapter)
         multihost.agree("metrics.jsonl", lambda: metrics.truncate_rows(workdir / "metrics.jsonl", self.step))
-        self._writer = metrics.MetricsWriter(workdir, config.get("tensorboard", True))
+        self._writer = metrics.MetricsWriter(workdir, config.tensorboard)
         self._remember_shapes(self.step)
         self._progress = metrics.Progress(
             config.job, config.steps * len(self.step), done=sum(self.step.values()), per=len(self.step), unit="steps"
@@ -188,7 +188,7 @@ class TrainingRun:
             raise Interrupted(signal.Signals(number).name, number)
 
     def _give_up(self) -> None:
-        """Gives the policies back to whoever asks next; what was submitted is finished first."""
+        """Releases the policies for the next run; what was submitted is finished first."""
         if self._recorder is not None:
             self._recorder.stop()
         self.catalog.close()
@@ -197,7 +197,7 @@ class TrainingRun:
         return Schema(self.trainer.base.fingerprint, spelled_out(self.trainer.policies[name].adapter, self.trainer.specs))
 
     def _adapters(self) -> dict[str, Any]:
-        """What a checkpoint has as its item ``adapters``: stacks by bucket. ``_where`` tells whose slots are whose."""
+        """What a checkpoint has as its item ``adapters``: stacks by bucket. ``_where`` names the policy of each slot."""
         return {str(bucket): stack.adapters for bucket, stack in self.trainer.state.items()}
 
     def _arrays(self) -> dict[str, Any]:
@@ -215,13 +215,19 @@ class TrainingRun:
         """Takes up the newest checkpoint; the revisions that each policy had then, None without a checkpoint."""
         if (number := self._saved.latest()) is None:
             return None
-        if self._saved.has(number, ADAPTERS):
-            _, arrays, extra = self._saved.restore(self._arrays(), number)
+        wanted, apart = self._arrays(), self._saved.has(number, ADAPTERS)
+        if not apart:  # written before adapters were an item of their own
+            wanted = {bucket: rest | {ADAPTERS: self.trainer.state[int(bucket)].adapters} for bucket, rest in wanted.items()}
+        injected = self._saved.has_array(number, "inner_state")
+        if injected:
+            wanted = {bucket: rest | {"opt": _injected(rest)} for bucket, rest in wanted.items()}
+        _, arrays, extra = self._saved.restore(wanted, number)
+        if injected:
+            arrays = {bucket: rest | {"opt": rest["opt"]["inner_state"]} for bucket, rest in arrays.items()}
+        if apart:
             found = self._saved.restore_item(number, ADAPTERS, self._adapters())
-            self.trainer.state = {int(bucket): TrainStack(adapters=found[bucket], **rest) for bucket, rest in arrays.items()}
-        else:  # written before adapters were an item of their own
-            _, arrays, extra = self._saved.restore({str(bucket): stack for bucket, stack in self.trainer.state.items()}, number)
-            self.trainer.state = {int(bucket): stack for bucket, stack in arrays.items()}
+            arrays = {bucket: rest | {ADAPTERS: found[bucket]} for bucket, rest in arrays.items()}
+        self.trainer.state = {int(bucket): TrainStack(**stack) for bucket, stack in arrays.items()}
         self._steps_at[number] = extra["step"]
         self.step, self.notes = extra["step"], extra["notes"]
         for name, books in self.shapes.items():
@@ -283,7 +289,7 @@ class TrainingRun:
     @property
     def keeps_rollouts(self) -> bool:
         """Whether ``keep`` is wanted."""
-        return self.config.get("keep_rollouts", KEEP_ROLLOUTS) > 0
+        return self.config.keep_rollouts > 0
 
     def keep(self, name: str, step: int, drawn_by: Snapshot | str, rollouts: Callable[[str], Rollouts]) -> None:
         """Records a policy's rollouts of a step, off this thread.
@@ -295,7 +301,7 @@ class TrainingRun:
         """
         if self._recorder is None:
             return
-        full, last = self.names[name], self.config.get("keep_rollouts", KEEP_ROLLOUTS)
+        full, last = self.names[name], self.config.keep_rollouts
 
         def make(recorded: int) -> tuple[bytes, int, float]:
             made = rollouts(drawn_by if isinstance(drawn_by, str) else drawn_by.digest)
@@ -373,3 +379,10 @@ class TrainingRun:
         self._writer.close()
         self._give_up()
         return {name: (digest, number) for name, (digest, number) in final.items()}
+
+
+def _injected(rest: Mapping[str, Any]) -> dict[str, Any]:
+    """The optimizer's state as checkpoints had it while ``optax.inject_hyperparams`` kept its numbers a second time."""
+    names = ("learning_rate", "b1", "b2", "eps", "weight_decay", "max_grad_norm")
+    numbers = {name: getattr(rest["hyper"], name) for name in names}
+    return {"count": rest["steps"], "hyperparams": numbers, "hyperparams_states": {}, "inner_state": rest["opt"]}

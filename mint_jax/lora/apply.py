@@ -18,7 +18,7 @@ from flax import struct
 
 
 @struct.dataclass
-class Bound:
+class BoundAdapters:
     """Adapters bound to the blocks of one batch.
 
     Attributes:
@@ -36,7 +36,7 @@ class Bound:
     def total_blocks(self) -> int:
         return sum(self.blocks) + self.base_blocks
 
-    def at(self, name: str) -> "Bound":
+    def at(self, name: str) -> "BoundAdapters":
         """The adapters below one name of the tree; buckets without it become empty."""
         return dataclasses.replace(self, buckets=tuple(tree.get(name, {}) for tree in self.buckets))
 
@@ -52,7 +52,7 @@ def lora_delta(x_MD: jax.Array, a_RD: jax.Array, b_RF: jax.Array) -> jax.Array:
 lora_delta_per_block = jax.vmap(lora_delta)  # [P, M, D], [P, R, D], [P, R, F] -> [P, M, F]
 
 
-def over_blocks(fn: Callable[[Any, jax.Array], jax.Array], x: jax.Array, lora: Bound, d_out: int, dtype: Any) -> jax.Array | None:
+def over_blocks(fn: Callable[[Any, jax.Array], jax.Array], x: jax.Array, lora: BoundAdapters, d_out: int, dtype: Any) -> jax.Array | None:
     """Applies ``fn(factors, x[P, rows, T, ...]) -> [P, rows, T, d_out]`` to each bucket's rows; zeros for the others.
 
     Args:
@@ -82,7 +82,7 @@ def over_blocks(fn: Callable[[Any, jax.Array], jax.Array], x: jax.Array, lora: B
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
-def batch_delta(x_BTD: jax.Array, lora: Bound, d_out: int) -> jax.Array | None:
+def batch_delta(x_BTD: jax.Array, lora: BoundAdapters, d_out: int) -> jax.Array | None:
     """The deltas of one projection for all rows, ``[B, T, F]``; None when no adapter targets it."""
 
     def delta(factors: Any, x: jax.Array) -> jax.Array:
@@ -92,7 +92,7 @@ def batch_delta(x_BTD: jax.Array, lora: Bound, d_out: int) -> jax.Array | None:
     return over_blocks(delta, x_BTD, lora, d_out, x_BTD.dtype)
 
 
-def embedding_delta(tokens_BT: jax.Array, lora: Bound, d_out: int, dtype: Any) -> jax.Array | None:
+def embedding_delta(tokens_BT: jax.Array, lora: BoundAdapters, d_out: int, dtype: Any) -> jax.Array | None:
     """The deltas of the embedding, ``[B, T, D]``: its input is one-hot, so ``x A^T`` is a lookup in ``A [R, V]``."""
 
     chex.assert_rank(tokens_BT, 2)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mint_jax.data.buckets import round_up
-from mint_jax.lora.apply import Bound
+from mint_jax.lora.apply import BoundAdapters
 from mint_jax.lora.tree import Slot, Stacks, bind_slots
 
 
@@ -61,7 +61,7 @@ def plan_blocks(adapters: Sequence[Slot | None], row_multiple: int = 1) -> Block
     return BlockPlan(order, size, slots, base_blocks)
 
 
-def bind_blocks(plan: BlockPlan, stacks: Stacks, dtype: Any) -> Bound | None:
+def bind_blocks(plan: BlockPlan, stacks: Stacks, dtype: Any) -> BoundAdapters | None:
     """The resident adapters bound to a plan's blocks; None where no row has one."""
     if not plan.slots:
         return None

@@ -14,7 +14,7 @@ With both parameters adapted, gate_up is the inner wrapper (``<experts>.base_lay
   still is, each gets its half, exactly; after further training the blocks mix, and both keep rank R.
 
 PEFT before 0.19.1 had in and out the other way round: its ``A [E * R, out]`` is our B and its ``B [in, R * E]`` our A. The
-shapes tell, by any pair of the file that is not square. GPT-OSS interleaves gate's and up's rows: not this layout.
+any pair of the file that is not square shows which it is. GPT-OSS interleaves gate's and up's rows: not this layout.
 
 Axes: L layers, E experts, R rank, D in, F out; in the formulas above D is the model's width and F that of one expert.
 """

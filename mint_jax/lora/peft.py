@@ -109,7 +109,7 @@ def write_peft(
 
 
 def _targets(flat: Mapping[str, Any], config: AdapterConfig, names: Names, moe_type: bool) -> dict[str, Any]:
-    """The fields that tell PEFT which modules to adapt.
+    """The fields that name the modules to adapt.
 
     Last names of modules, as everybody reads them. PEFT turns those of routed experts into parameters that stack gate and
     up at twice the rank, which goes wrong twice: the same names no longer adapt dense layers and shared experts, whose

@@ -22,7 +22,7 @@ from flax import struct
 from mint_jax import params as params_lib
 from mint_jax import sharding
 from mint_jax.errors import UserError
-from mint_jax.lora.apply import Bound
+from mint_jax.lora.apply import BoundAdapters
 from mint_jax.lora.config import LINEAR_TARGETS, MAX_RANK, AdapterConfig, bucket_of  # noqa: F401 - others import them from here
 from mint_jax.lora.finite import all_finite
 from mint_jax.params import ParamSpec
@@ -213,8 +213,8 @@ def write_slot(stack: AdapterStack, slot: jax.Array | int, adapter: Any, scale: 
         ValueError: the adapter has a projection that the stack lacks.
     """
     mine = dict(params_lib.leaves_with_path(adapter))
-    room = dict(params_lib.leaves_with_path(stack.factors))
-    if missing := sorted(set(mine) - set(room)):
+    held = dict(params_lib.leaves_with_path(stack.factors))
+    if missing := sorted(set(mine) - set(held)):
         raise ValueError(f"the stack of rank {stack.rank} has no {missing[0]!r}: make it with the union of all targets")
 
     def put(path: str, leaf: jax.Array) -> jax.Array:
@@ -275,13 +275,13 @@ def take_slots(tree: Any, slots: jax.Array) -> Any:
     return jax.tree.map(lambda x: jnp.take(x, slots, axis=SLOT_AXIS), tree)
 
 
-def bind_slots(stacks: "Stacks", slots: dict[int, jax.Array], base_blocks: int = 0, dtype: Any = jnp.float32) -> Bound:
+def bind_slots(stacks: "Stacks", slots: dict[int, jax.Array], base_blocks: int = 0, dtype: Any = jnp.float32) -> BoundAdapters:
     """Binds blocks to resident slots, each bucket's blocks to ``slots[bucket]``."""
     parts = [(take_slots(stacks[b].factors, slots[b]), stacks[b].scale[slots[b]]) for b in sorted(slots)]
     return bind(parts, base_blocks, dtype)
 
 
-def bind(parts: Iterable[tuple[Any, jax.Array]], base_blocks: int = 0, dtype: Any = jnp.float32) -> Bound:
+def bind(parts: Iterable[tuple[Any, jax.Array]], base_blocks: int = 0, dtype: Any = jnp.float32) -> BoundAdapters:
     """Binds factors of consecutive blocks to a batch.
 
     Args:
@@ -301,7 +301,7 @@ def bind(parts: Iterable[tuple[Any, jax.Array]], base_blocks: int = 0, dtype: An
         tree = {name: jax.tree.map(lambda x: x[0], sub) if name in ("embed", "unembed") else sub for name, sub in tree.items()}
         buckets.append(tree)
         blocks.append(scale.shape[0])
-    return Bound(tuple(buckets), tuple(blocks), base_blocks)
+    return BoundAdapters(tuple(buckets), tuple(blocks), base_blocks)
 
 
 def adapter_nbytes(base_specs: Any, config: AdapterConfig) -> int:

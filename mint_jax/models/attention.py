@@ -250,7 +250,7 @@ def unsplit(x, axis):
 
 
 def _split_queries(own_q, parent_q, chosen, start, n):
-    """Slices of what tells which keys a block's queries may see."""
+    """Slices of the masks' inputs: which keys a block's queries may see."""
     size = own_q.shape[1] // n
     return *(split(x, n, 1) for x in (own_q, parent_q, chosen)), start + jnp.arange(n) * size
 

@@ -1,15 +1,15 @@
 """Routed experts over a mesh: tokens travel to the experts, no expert and no adapter of one ever travels.
 
 Each device owns whole experts, and the adapters' share of them. Few tokens (decoding) are gathered by everybody and the
-results summed; many (training, prefill) are exchanged all-to-all, each token once per visit. A round has room for somewhat
+results summed; many (training, prefill) are exchanged all-to-all, each token once per visit. A round has capacity for somewhat
 more tokens than equally loaded experts need; tokens beyond it go in further rounds, so none is ever dropped. Wherever sums
-depend on the round in which a token travels, each block of rows has room of its own: another policy's routing must not
+depend on the round in which a token travels, each block of rows has capacity of its own: another policy's routing must not
 change in which order a policy's numbers are added.
 
 The backward pass is written out: it exchanges gradients the same way and recomputes the experts' inner activations.
 
 Axes: B rows, T tokens, D model width, X experts of a token, N tokens of a device, M token-expert pairs, W devices of an
-exchange, C room of a block between two of them, K keys: blocks, or devices and blocks.
+exchange, C capacity of a block between two of them, K keys: blocks, or devices and blocks.
 """
 
 import functools
@@ -23,11 +23,11 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from mint_jax import sharding
-from mint_jax.lora.apply import Bound
+from mint_jax.lora.apply import BoundAdapters
 from mint_jax.models.experts import expert_mlp
 
 GATHER_TOKENS = 4096  # up to this many tokens of an exchange are gathered
-SLACK = 1.5  # room of a round over what equally loaded experts need
+SLACK = 1.5  # capacity of a round over what equally loaded experts need
 
 
 class Visits(NamedTuple):
@@ -37,7 +37,7 @@ class Visits(NamedTuple):
         x: ``[N, D]``.
         ids: ``[N, X]`` int32 experts; -1 is none.
         weights: ``[N, X]`` float32.
-        block: ``[N]`` int32 block of adapters, see ``lora.apply.Bound``.
+        block: ``[N]`` int32 block of adapters, see ``lora.apply.BoundAdapters``.
     """
 
     x: jax.Array
@@ -46,7 +46,7 @@ class Visits(NamedTuple):
     block: jax.Array
 
 
-def routed(x_BTD: jax.Array, ids_BTX: jax.Array, weights_BTX: jax.Array, p: Any, lora: Bound | None) -> jax.Array:
+def routed(x_BTD: jax.Array, ids_BTX: jax.Array, weights_BTX: jax.Array, p: Any, lora: BoundAdapters | None) -> jax.Array:
     """The weighted sum of each token's experts, ``[B, T, D]``.
 
     Args:
@@ -77,7 +77,7 @@ def routed(x_BTD: jax.Array, ids_BTX: jax.Array, weights_BTX: jax.Array, p: Any,
     return y.reshape(B + pad, T, D)[:B]
 
 
-def _here(v: Visits, p: Any, lora: Bound | None) -> jax.Array:
+def _here(v: Visits, p: Any, lora: BoundAdapters | None) -> jax.Array:
     """All experts on this device."""
     N, X = v.ids.shape
     token = jnp.arange(N * X, dtype=jnp.int32) // X
@@ -90,7 +90,7 @@ def _sharded(x, weights, lora, ids, block, p, of_block):
     return _forward(x, weights, lora, ids, block, p, of_block)[0]
 
 
-def _specs(mesh: Any, lora: Bound | None, p: Any) -> tuple[PartitionSpec, Any, Any]:
+def _specs(mesh: Any, lora: BoundAdapters | None, p: Any) -> tuple[PartitionSpec, Any, Any]:
     """How tokens, adapters and experts are sharded."""
     axes = sharding.partition(("experts",), mesh)
     rows = sharding.partition(("batch",), mesh)
@@ -142,18 +142,18 @@ def _exchange(mesh: Any, tokens: int, per_token: int, experts: int, of_block: in
     gathered = tokens * math.prod(mesh.shape[a] for a in split)
     ways = math.prod(mesh.shape[a] for a in axes)
     if gathered <= GATHER_TOKENS:
-        room = _room(gathered * per_token, ways), _room(min(of_block, gathered) * per_token, ways)
-        return Gather(axes, split, same, *room, experts)
+        capacity = _capacity(gathered * per_token, ways), _capacity(min(of_block, gathered) * per_token, ways)
+        return Gather(axes, split, same, *capacity, experts)
     copies = math.prod(mesh.shape[a] for a in same)
     share = -(-tokens // copies)
     ways_of_rows, starts = sharding.ways("batch", mesh), range(0, tokens, share)
     shares = [(n * tokens + start, n * tokens + min(start + share, tokens) - 1) for n, start in product(range(ways_of_rows), starts)]
     blocks = max(last // of_block - first // of_block + 1 for first, last in shares)
-    room = _room(min(of_block, share) * per_token, ways)
-    return AllToAll(axes, same, copies, ways, blocks, room, experts, tuple(mesh.axis_names))
+    capacity = _capacity(min(of_block, share) * per_token, ways)
+    return AllToAll(axes, same, copies, ways, blocks, capacity, experts, tuple(mesh.axis_names))
 
 
-def _room(pairs: int, ways: int) -> int:
+def _capacity(pairs: int, ways: int) -> int:
     """Pairs of a round between one device and one of ``ways`` others."""
     return min(pairs, -(-math.ceil(SLACK * pairs / ways) // 8) * 8)
 
@@ -176,13 +176,13 @@ class Plan(NamedTuple):
         count = jnp.zeros((keys + 1,), jnp.int32).at[key_M].add(1)[:-1]
         return cls(jnp.argsort(key_M, stable=True), jnp.cumsum(count) - count, count)
 
-    def rounds(self, room: int) -> jax.Array:
-        """How many it takes with ``room`` pairs of each key in one."""
-        return jnp.max(-(-self.count // room))
+    def rounds(self, capacity: int) -> jax.Array:
+        """How many it takes with ``capacity`` pairs of each key in one."""
+        return jnp.max(-(-self.count // capacity))
 
-    def round(self, r: jax.Array, room: int) -> tuple[jax.Array, jax.Array]:
-        """The pairs of round r, ``[K * room]``, and which of them are real."""
-        nth = r * room + jnp.arange(room, dtype=jnp.int32)[None]
+    def round(self, r: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
+        """The pairs of round r, ``[K * capacity]``, and which of them are real."""
+        nth = r * capacity + jnp.arange(capacity, dtype=jnp.int32)[None]
         at = jnp.clip(self.first[:, None] + nth, 0, self.order.shape[0] - 1)
         return self.order[at].reshape(-1), (nth < self.count[:, None]).reshape(-1)
 
@@ -195,14 +195,14 @@ def _weighted(x_ND, token_M, expert_M, block_M, weight_M, p, lora):
 class Gather(NamedTuple):
     """Every device sees all tokens and computes what its own experts owe them.
 
-    Forward the blocks share their room: a token's pairs are added in their order, whatever the round. Backward each has
+    Forward the blocks share their capacity: a token's pairs are added in their order, whatever the round. Backward each has
     its own, for the gradient of its adapter is a sum over rounds.
 
     Attributes:
         axes: mesh axes over which experts are split.
         split: those of them over which tokens are split too.
         same: the others.
-        room: pairs of a round forward.
+        capacity: pairs of a round forward.
         room_back: pairs of a block in a round backward.
         experts: experts held here.
     """
@@ -210,7 +210,7 @@ class Gather(NamedTuple):
     axes: tuple[str, ...]
     split: tuple[str, ...]
     same: tuple[str, ...]
-    room: int
+    capacity: int
     room_back: int
     experts: int
 
@@ -228,19 +228,19 @@ class Gather(NamedTuple):
         here = (local >= 0) & (local < self.experts) & (v.ids.reshape(-1) >= 0)
         return Plan.of(jnp.where(here, block_M, blocks), blocks), jnp.where(here, local, -1)
 
-    def run(self, v: Visits, p: Any, lora: Bound | None) -> jax.Array:
+    def run(self, v: Visits, p: Any, lora: BoundAdapters | None) -> jax.Array:
         v = self._all(v)
         plan, local = self._plan(v, jnp.zeros((v.ids.size,), jnp.int32), 1)
 
         def body(r, y):
-            pair, real = plan.round(r, self.room)
+            pair, real = plan.round(r, self.capacity)
             token, expert = pair // v.ids.shape[1], jnp.where(real, local[pair], -1)
             return y.at[token].add(_weighted(v.x, token, expert, v.block[token], v.weights.reshape(-1)[pair], p, lora))
 
-        y = jax.lax.fori_loop(0, plan.rounds(self.room), body, jnp.zeros(v.x.shape, jnp.float32))
+        y = jax.lax.fori_loop(0, plan.rounds(self.capacity), body, jnp.zeros(v.x.shape, jnp.float32))
         return self._own(y.astype(v.x.dtype))
 
-    def back(self, v: Visits, p: Any, lora: Bound | None, g: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
+    def back(self, v: Visits, p: Any, lora: BoundAdapters | None, g: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
         v, g = self._all((v, g))
         blocks = 1 if lora is None else lora.total_blocks
         plan, local = self._plan(v, jnp.repeat(v.block, v.ids.shape[1]), blocks)
@@ -261,8 +261,8 @@ class Gather(NamedTuple):
         return self._own(dx.astype(v.x.dtype)), self._own(dw.reshape(v.ids.shape)), _like(dlora, lora)
 
 
-def _zero_sums(v: Visits, lora: Bound | None) -> tuple[jax.Array, jax.Array, Any]:
-    """Float32 room for the gradients of activations, of every pair's weight and of adapters."""
+def _zero_sums(v: Visits, lora: BoundAdapters | None) -> tuple[jax.Array, jax.Array, Any]:
+    """Float32 capacity for the gradients of activations, of every pair's weight and of adapters."""
     dlora = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), lora)
     return jnp.zeros(v.x.shape, jnp.float32), jnp.zeros((v.ids.size,), jnp.float32), dlora
 
@@ -272,7 +272,7 @@ def _like(tree: Any, other: Any) -> Any:
 
 
 class AllToAll(NamedTuple):
-    """Each token goes to the devices of its experts, ``room`` pairs of a block between two devices a round.
+    """Each token goes to the devices of its experts, ``capacity`` pairs of a block between two devices a round.
 
     Attributes:
         axes: mesh axes over which experts are split.
@@ -280,7 +280,7 @@ class AllToAll(NamedTuple):
         copies: devices that hold the same tokens.
         ways: W devices of the exchange.
         blocks: most blocks that a device has tokens of.
-        room: C.
+        capacity: C.
         experts: experts held here.
         all_axes: every mesh axis, so that all devices make the same number of rounds.
     """
@@ -290,7 +290,7 @@ class AllToAll(NamedTuple):
     copies: int
     ways: int
     blocks: int
-    room: int
+    capacity: int
     experts: int
     all_axes: tuple[str, ...]
 
@@ -313,7 +313,7 @@ class AllToAll(NamedTuple):
         keys, ids = self.ways * self.blocks, v.ids.reshape(-1)
         block = jnp.repeat(v.block - v.block[0], v.ids.shape[1])  # among those here, which are consecutive
         plan = Plan.of(jnp.where(ids >= 0, ids // self.experts * self.blocks + block, keys), keys)
-        return plan, jax.lax.pmax(plan.rounds(self.room), self.all_axes)
+        return plan, jax.lax.pmax(plan.rounds(self.capacity), self.all_axes)
 
     def _swap(self, tree: Any) -> Any:
         """``[W * blocks * C, ...]``: what is for device w goes there, what comes from w stands at its place."""
@@ -325,14 +325,14 @@ class AllToAll(NamedTuple):
         expert = jnp.where(real, v.ids.reshape(-1)[pair] % self.experts, -1)
         return self._swap((v.x[token], expert, v.block[token], jnp.where(real, v.weights.reshape(-1)[pair], 0.0)))
 
-    def run(self, v: Visits, p: Any, lora: Bound | None) -> jax.Array:
+    def run(self, v: Visits, p: Any, lora: BoundAdapters | None) -> jax.Array:
         tokens, dtype = v.x.shape[0], v.x.dtype
         v = self._share_visits(v)
         plan, rounds = self._plan(v)
-        row = jnp.arange(self.ways * self.blocks * self.room, dtype=jnp.int32)
+        row = jnp.arange(self.ways * self.blocks * self.capacity, dtype=jnp.int32)
 
         def body(r, y):
-            pair, real = plan.round(r, self.room)
+            pair, real = plan.round(r, self.capacity)
             x, expert, block, weight = self._send(v, pair, real)
             back = self._swap(_weighted(x, row, expert, block, weight, p, lora).astype(dtype))
             return y.at[pair // v.ids.shape[1]].add(jnp.where(real[:, None], back, 0).astype(jnp.float32))
@@ -340,15 +340,15 @@ class AllToAll(NamedTuple):
         y = jax.lax.fori_loop(0, rounds, body, jnp.zeros(v.x.shape, jnp.float32))
         return self._whole(y.astype(dtype), tokens)
 
-    def back(self, v: Visits, p: Any, lora: Bound | None, g: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
+    def back(self, v: Visits, p: Any, lora: BoundAdapters | None, g: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
         tokens = v.x.shape[0]
         v, g = self._share_visits(v), self._share(g)
         plan, rounds = self._plan(v)
-        row = jnp.arange(self.ways * self.blocks * self.room, dtype=jnp.int32)
+        row = jnp.arange(self.ways * self.blocks * self.capacity, dtype=jnp.int32)
 
         def body(r, sums):
             dx_sum, dw_sum, dlora_sum = sums
-            pair, real = plan.round(r, self.room)
+            pair, real = plan.round(r, self.capacity)
             token = pair // v.ids.shape[1]
             x, expert, block, weight = self._send(v, pair, real)
             g_row = self._swap(jnp.where(real[:, None], g[token], 0))

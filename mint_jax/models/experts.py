@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from mint_jax.lora.apply import Bound
+from mint_jax.lora.apply import BoundAdapters
 from mint_jax.models import packed_lora
 from mint_jax.models.mlp import swiglu
 from mint_jax.models.packed_lora import Adapters, Groups
@@ -61,14 +61,16 @@ def sort_rows(expert_M: jax.Array, block_M: jax.Array, E: int, blocks: int) -> O
     return Order(order, rank, counts, sorted_key // blocks, jnp.where(held, sorted_key % blocks, blocks))
 
 
-def expert_mlp(x_ND: jax.Array, token_M: jax.Array, expert_M: jax.Array, block_M: jax.Array, p: Any, lora: Bound | None) -> jax.Array:
+def expert_mlp(
+    x_ND: jax.Array, token_M: jax.Array, expert_M: jax.Array, block_M: jax.Array, p: Any, lora: BoundAdapters | None
+) -> jax.Array:
     """``down(silu(gate x) * up x)`` of each row's expert with its block's adapter, ``[M, D]``; zeros for no expert.
 
     Args:
         x_ND: tokens.
         token_M: which token each row is.
         expert_M: expert of each row, 0 to E - 1; anything else is none.
-        block_M: block of each row, see ``lora.apply.Bound``.
+        block_M: block of each row, see ``lora.apply.BoundAdapters``.
         p: ``{"gate": {"w": [E, D, F]}, "up": ..., "down": {"w": [E, F, D]}}``.
         lora: this layer's adapters of the experts.
     """
@@ -82,7 +84,7 @@ def expert_mlp(x_ND: jax.Array, token_M: jax.Array, expert_M: jax.Array, block_M
     return _project(swiglu(gate, up), p, lora, ("down",), order)[0][order.inverse]
 
 
-def _project(x_MD: jax.Array, p: Any, lora: Bound | None, names: tuple[str, ...], order: Order) -> list[jax.Array]:
+def _project(x_MD: jax.Array, p: Any, lora: BoundAdapters | None, names: tuple[str, ...], order: Order) -> list[jax.Array]:
     """The projections ``names`` of the same rows."""
     adapters, first = [], 0
     for bucket, blocks in zip(lora.buckets, lora.blocks) if lora is not None else ():

@@ -111,7 +111,7 @@ def _group_of_rows(M: int, sizes_G: jax.Array) -> jax.Array:
 
 
 def _ragged(x, w, sizes, index, transposed):
-    # Matrices that the groups share are the base's: finite, or everybody's are not. Those that an index gives belong to somebody.
+    # Matrices that the groups share are the base's: finite, or no policy's results are. Those that an index gives are single policies'.
     w, bad_G = (w, None) if index is None else _finite(w[index])
     w = w.astype(x.dtype)
     w = w.swapaxes(1, 2) if transposed else w

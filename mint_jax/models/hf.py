@@ -210,9 +210,9 @@ def _stack(source: Source, index: tuple[slice, ...], one: Callable[[str, tuple[s
 def _aligned(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     """An empty array that begins at a multiple of 64 bytes: on CPU it becomes the device's own, without a second copy."""
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-    room = np.empty(nbytes + 64, np.uint8)
-    start = -room.ctypes.data % 64
-    return room[start : start + nbytes].view(dtype).reshape(shape)
+    buffer = np.empty(nbytes + 64, np.uint8)
+    start = -buffer.ctypes.data % 64
+    return buffer[start : start + nbytes].view(dtype).reshape(shape)
 
 
 def _read_quantised(ckpt: Checkpoint, source: Source, kind: str, leaf: str, index: tuple[slice, ...]) -> np.ndarray:
@@ -308,7 +308,7 @@ def save(params: Any, cfg: ModelConfig, directory: str | Path) -> None:
 
 
 def fingerprint(directory: str | Path) -> str:
-    """A hex digest that tells bases apart: config fields, tensor names, shapes, dtypes and samples of every tensor's bytes.
+    """A hex digest that identifies a base: config fields, tensor names, shapes, dtypes and samples of every tensor's bytes.
 
     It reads 12 KiB of each tensor instead of all of it, so that a terabyte base takes seconds: made to catch a wrong
     base, not an attacker.

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from mint_jax.lora.apply import Bound, batch_delta
+from mint_jax.lora.apply import BoundAdapters, batch_delta
 from mint_jax.models import quantised
 from mint_jax.params import ParamSpec
 
@@ -17,7 +17,7 @@ def matrix(L: int, d_in: int, d_out: int, axes: tuple[str, str], dtype: Any, bia
     return leaf
 
 
-def project(x_BTD: jax.Array, params: dict[str, Any], lora: Bound | None, name: str) -> jax.Array:
+def project(x_BTD: jax.Array, params: dict[str, Any], lora: BoundAdapters | None, name: str) -> jax.Array:
     """``x W + bias + delta``, ``[B, T, F]``.
 
     The base product runs once over all rows of all policies; ``params[name]`` is ``{"w": [D, F]}`` with an optional

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from mint_jax import sharding
-from mint_jax.lora.apply import Bound, over_blocks
+from mint_jax.lora.apply import BoundAdapters, over_blocks
 from mint_jax.models import dsa
 from mint_jax.models.attention import MASKED, Context, Partial, causal, merge, packed_attention, partial_softmax, unpack_keys, valid
 from mint_jax.models.config import Latent, ModelConfig, yarn_mscale
@@ -66,7 +66,7 @@ def scale(cfg: ModelConfig) -> float:
 def latent_attention(
     h_BTD: jax.Array,
     p: Any,
-    lora: Bound | None,
+    lora: BoundAdapters | None,
     past: Any,
     ctx: Context,
     cfg: ModelConfig,
@@ -158,7 +158,7 @@ def _absorbed(q_BTNH, q_BTNJ, own, past, p, lora, ctx: Context, cfg: ModelConfig
     return _absorb_value(o_BTNC, w_CNF[..., m.nope :], adapters, m)
 
 
-def _absorb_key(q_BTNH, w_CNH, adapters: Bound | None, m: Latent):
+def _absorb_key(q_BTNH, w_CNH, adapters: BoundAdapters | None, m: Latent):
     """``W_k^T q`` and its adapters' share, ``[B, T, N, C]``: what a latent is multiplied by."""
     B, T, N, _ = q_BTNH.shape
     out = jnp.einsum("BTNH,CNH->BTNC", q_BTNH, w_CNH, preferred_element_type=jnp.float32).astype(q_BTNH.dtype)
@@ -171,7 +171,7 @@ def _absorb_key(q_BTNH, w_CNH, adapters: Bound | None, m: Latent):
     return _add(out, None if adapters is None else over_blocks(delta, q_BTNH, adapters, N * m.kv_latent, out.dtype))
 
 
-def _absorb_value(o_BTNC, w_CNV, adapters: Bound | None, m: Latent):
+def _absorb_value(o_BTNC, w_CNV, adapters: BoundAdapters | None, m: Latent):
     """``W_v o`` and its adapters' share, ``[B, T, N, V]``: the values behind a weighted sum of latents."""
     B, T, N, _ = o_BTNC.shape
     out = jnp.einsum("BTNC,CNV->BTNV", o_BTNC, w_CNV, preferred_element_type=jnp.float32).astype(o_BTNC.dtype)

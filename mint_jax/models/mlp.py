@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from mint_jax.lora.apply import Bound
+from mint_jax.lora.apply import BoundAdapters
 from mint_jax.models.linear import matrix, project
 from mint_jax.params import ParamSpec
 
@@ -42,7 +42,7 @@ def _swiglu_backward(residuals, g):
 swiglu.defvjp(lambda gate, up: (swiglu(gate, up), (gate, up)), _swiglu_backward)
 
 
-def mlp(h_BTD: jax.Array, p: Any, lora: Bound | None) -> jax.Array:
+def mlp(h_BTD: jax.Array, p: Any, lora: BoundAdapters | None) -> jax.Array:
     """The gated MLP, ``down(silu(gate h) * up h)``."""
     gate = checkpoint_name(project(h_BTD, p, lora, "gate"), "mlp_gate")
     up = checkpoint_name(project(h_BTD, p, lora, "up"), "mlp_up")

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from mint_jax.lora.apply import Bound
+from mint_jax.lora.apply import BoundAdapters
 from mint_jax.models import experts, mlp, router
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.expert_parallel import routed
@@ -30,7 +30,9 @@ def specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
     return out
 
 
-def moe(h_BTD: jax.Array, p: Any, lora: Bound | None, cfg: ModelConfig, replay: jax.Array | None = None) -> tuple[jax.Array, router.Route]:
+def moe(
+    h_BTD: jax.Array, p: Any, lora: BoundAdapters | None, cfg: ModelConfig, replay: jax.Array | None = None
+) -> tuple[jax.Array, router.Route]:
     """``[B, T, D]``, and the route that was taken.
 
     Args:

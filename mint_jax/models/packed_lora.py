@@ -168,7 +168,7 @@ def _merge(P, batched, x, bases, sizes, adapters):
         sizes = jnp.sum(sizes_PE, axis=0, dtype=sizes.dtype)
     else:
         bases, sizes = jax.tree.map(lambda w, of: joined(w, of, P), bases, of_bases), sizes_PE.reshape(-1)
-        bases = [base | {"index": jnp.arange(base["w"].shape[0], dtype=jnp.int32)} for base in bases]  # as matrices of somebody
+        bases = [base | {"index": jnp.arange(base["w"].shape[0], dtype=jnp.int32)} for base in bases]  # as matrices of single policies
     out = []
     for (groups, factors), (of_groups, of_factors) in zip(adapters, of_adapters):
         W = next(pair[0].shape[-3] for pair in factors if pair)

@@ -2,7 +2,7 @@
 
 Unless a product asks for more, a TPU multiplies float32 operands in one pass of bfloat16, eight bits of each, and recent
 NVIDIA GPUs in TF32, eleven; the CPU is exact as it is. A float32 base asks for ``highest``: on a TPU six passes of bfloat16
-instead of one. A bfloat16 base asks for nothing, for one pass is exact there. Whoever sets ``jax_default_matmul_precision``
+instead of one. A bfloat16 base asks for nothing, for one pass is exact there. A user who sets ``jax_default_matmul_precision``
 (``bfloat16_3x``, say: half the passes) has chosen already and is left alone.
 """
 

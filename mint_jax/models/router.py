@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mint_jax.lora.apply import Bound
+from mint_jax.lora.apply import BoundAdapters
 from mint_jax.models.config import Experts
 from mint_jax.models.linear import project
 from mint_jax.params import ParamSpec
@@ -40,7 +40,7 @@ class Route(NamedTuple):
     missed: jax.Array
 
 
-def route(h_BTD: jax.Array, p: Any, lora: Bound | None, experts: Experts, replay_BTX: jax.Array | None = None) -> Route:
+def route(h_BTD: jax.Array, p: Any, lora: BoundAdapters | None, experts: Experts, replay_BTX: jax.Array | None = None) -> Route:
     """Chooses each token's experts.
 
     Args:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from mint_jax.lora.apply import Bound, batch_delta, embedding_delta
+from mint_jax.lora.apply import BoundAdapters, batch_delta, embedding_delta
 from mint_jax.models import dsa, mla, mlp, moe, quantised
 from mint_jax.models.attention import Context, Past, Segments, cached_attention, packed_attention
 from mint_jax.models.config import ModelConfig
@@ -73,7 +73,7 @@ def unembed_table(params: Any) -> jax.Array:
 
 def hidden_states(
     params: Any,
-    lora: Bound | None,
+    lora: BoundAdapters | None,
     tokens_BT: jax.Array,
     positions_BT: jax.Array,
     cfg: ModelConfig,
@@ -155,7 +155,7 @@ def _layer(x, chosen, p, lora, past, indexer, replay, ctx: Context, cfg: ModelCo
         return (x + out, chosen), kv, None
 
 
-def _below(lora: Bound | None, name: str) -> Bound | None:
+def _below(lora: BoundAdapters | None, name: str) -> BoundAdapters | None:
     return None if lora is None else lora.at(name)
 
 
@@ -178,7 +178,7 @@ def _attention(h_BTD, p, lora, past, ctx: Context, cfg: ModelConfig):
     return project(out.reshape(B, T, -1), p, lora, "o"), kept
 
 
-def embed(params: Any, lora: Bound | None, tokens_BT: jax.Array) -> jax.Array:
+def embed(params: Any, lora: BoundAdapters | None, tokens_BT: jax.Array) -> jax.Array:
     """Token embeddings ``[B, T, D]``, with the deltas of adapters that target ``embed``."""
     table = params["embed"]["w"]
     x = table[tokens_BT]
@@ -186,7 +186,7 @@ def embed(params: Any, lora: Bound | None, tokens_BT: jax.Array) -> jax.Array:
     return x if delta is None else x + delta
 
 
-def logits(params: Any, lora: Bound | None, h_BTD: jax.Array) -> jax.Array:
+def logits(params: Any, lora: BoundAdapters | None, h_BTD: jax.Array) -> jax.Array:
     """``[B, T, V]`` float32, with the deltas of adapters that target ``unembed``."""
     chex.assert_shape(h_BTD, (None, None, unembed_table(params).shape[1]))
     with jax.named_scope("unembed"):

@@ -39,13 +39,13 @@ class Admission:
     Args:
         base: fingerprint of the base.
         base_specs: its ``ParamSpec`` tree.
-        rooms: per rank bucket the paths of the projections that its slots hold.
+        held: per rank bucket the paths of the projections that its slots hold.
         finite: digests of revisions whose numbers a catalog looked at when it took them in, and found finite: the digest,
             which every load verifies, says that they are the same. Of others every number is looked at.
     """
 
-    def __init__(self, base: str, base_specs: Any, rooms: Mapping[int, set[str]], finite: Container[str] = ()):
-        self.base, self.base_specs, self.rooms, self.finite = base, base_specs, dict(rooms), finite
+    def __init__(self, base: str, base_specs: Any, held: Mapping[int, set[str]], finite: Container[str] = ()):
+        self.base, self.base_specs, self.held, self.finite = base, base_specs, dict(held), finite
 
     def check(self, digest: str, adapter: Any, schema: Any) -> int:
         """Whether an unpacked adapter may take a slot.
@@ -62,16 +62,16 @@ class Admission:
         what, config = f"revision {digest[:12]}", schema.config
         if schema.base != self.base:
             raise UserError(f"{what} was trained on base {schema.base[:12]}, this is {self.base[:12]}: load it where its own base is")
-        if config.bucket not in self.rooms:
-            have = ", ".join(map(str, sorted(self.rooms))) or "none"
+        if config.bucket not in self.held:
+            have = ", ".join(map(str, sorted(self.held))) or "none"
             raise UserError(f"{what} has rank {config.rank}; there are slots for rank buckets {have}: configure some for {config.bucket}")
         for path, leaf in params_lib.leaves_with_path(adapter):
             if np.asarray(leaf).dtype.name not in DTYPES:
                 raise UserError(f"{what}: {path} is stored as {np.asarray(leaf).dtype.name}; expected one of {', '.join(DTYPES)}")
         bound = lora_tree.check_fits(adapter, config, self.base_specs, what, digest not in self.finite)
         paths = {path.rsplit("/", 1)[0] for path, _ in params_lib.leaves_with_path(adapter)}
-        if homeless := sorted(paths - self.rooms[config.bucket]):
-            raise UserError(f"{what} adapts {homeless[0]}, for which the slots have no room: configure it among their targets")
+        if homeless := sorted(paths - self.held[config.bucket]):
+            raise UserError(f"{what} adapts {homeless[0]}, which the slots do not hold: configure it among their targets")
         if not bound:
             raise UserError(f"{what}: no module binds; the adapter is empty")
         return bound

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from mint_jax.residency.eviction_score import EvictionScore, Ranking
 from mint_jax.residency.quotas import Quotas, Use, within
-from mint_jax.residency.worth import Ranking, Worth
 
 COPY_BELOW = 1 << 20  # a mapping costs the kernel whole pages and one of the 65,530 that a process may have
 
@@ -23,7 +23,7 @@ COPY_BELOW = 1 << 20  # a mapping costs the kernel whole pages and one of the 65
 class _Entry:
     buffer: np.ndarray
     tenant: str
-    worth: Worth
+    score: EvictionScore
     leases: int
     ready: bool = False
     doomed: bool = False  # to be dropped when the last lease ends
@@ -34,9 +34,9 @@ class HostCache:
 
     Args:
         budget_bytes: the buffers take no more.
-        half_life_s: after so long without use a copy is worth half (see ``worth``).
+        half_life_s: after so long without use a copy is worth half (see ``eviction_score``).
         clock: seconds, monotonic.
-        on_evict: called with each digest that made room, under the cache's lock.
+        on_evict: called with each digest that was evicted, under the cache's lock.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class HostCache:
             self._unrank(digest, entry)
             entry.leases += 1
             entry.doomed = False
-            entry.worth.use(self._clock(), self.half_life_s)
+            entry.score.use(self._clock(), self.half_life_s)
             return entry.buffer
 
     def release(self, digest: str) -> None:
@@ -95,7 +95,7 @@ class HostCache:
     def reserve(self, digest: str, buffer: np.ndarray, tenant: str) -> np.ndarray | None:
         """Takes in a buffer that was just fetched, leased and not yet to be seen: ``confirm`` or ``discard`` must follow.
 
-        Others make room for it, those of the same tenant where its quota demands that.
+        Others are evicted for it, those of the same tenant where its quota demands that.
 
         Returns:
             The buffer as it is kept; None when it cannot be kept, because all that could go is leased or pinned, or it
@@ -106,7 +106,7 @@ class HostCache:
             if digest in self._entries or not self._make_room(n, tenant):
                 return None
             kept = _compact(buffer)
-            self._entries[digest] = _Entry(kept, tenant, Worth(n, 0.0, 1.0, self._clock()), leases=1)
+            self._entries[digest] = _Entry(kept, tenant, EvictionScore(n, 0.0, 1.0, self._clock()), leases=1)
             self._bytes += n
             self._use.add(tenant, n)
             return kept
@@ -116,7 +116,7 @@ class HostCache:
         with self._lock:
             entry = self._entries[digest]
             entry.ready = True
-            entry.worth.seconds = seconds
+            entry.score.seconds = seconds
 
     def discard(self, digest: str) -> None:
         """Takes a reserved buffer out again: it is not what it should be."""
@@ -185,22 +185,22 @@ class HostCache:
 
     def _remove(self, digest: str) -> None:
         entry = self._entries.pop(digest)
-        self._bytes -= entry.worth.nbytes
-        self._use.add(entry.tenant, -entry.worth.nbytes, -1)
+        self._bytes -= entry.score.nbytes
+        self._use.add(entry.tenant, -entry.score.nbytes, -1)
 
     def _rank(self, digest: str, entry: _Entry) -> None:
         """Lets a copy be evicted, if nothing keeps it."""
         if not entry.leases and digest not in self._pinned and digest not in self._idle:
-            self._idle.add(digest, entry.tenant, entry.worth.key(self.half_life_s))
-            self._idle_bytes += entry.worth.nbytes
-            self._idle_use.add(entry.tenant, entry.worth.nbytes)
+            self._idle.add(digest, entry.tenant, entry.score.key(self.half_life_s))
+            self._idle_bytes += entry.score.nbytes
+            self._idle_use.add(entry.tenant, entry.score.nbytes)
 
     def _unrank(self, digest: str, entry: _Entry) -> None:
         """Keeps a copy from being evicted."""
         if digest in self._idle:
             self._idle.remove(digest)
-            self._idle_bytes -= entry.worth.nbytes
-            self._idle_use.add(entry.tenant, -entry.worth.nbytes, -1)
+            self._idle_bytes -= entry.score.nbytes
+            self._idle_use.add(entry.tenant, -entry.score.nbytes, -1)
 
 
 def _compact(buffer: np.ndarray) -> np.ndarray:
@@ -210,7 +210,7 @@ def _compact(buffer: np.ndarray) -> np.ndarray:
         owner = owner.base
     if owner.base is None or isinstance(owner.base, bytes | bytearray | memoryview):
         wasteful = (owner.nbytes if owner.base is None else memoryview(owner.base).nbytes) > 1.1 * buffer.nbytes
-    else:  # a mapping: pages that nobody touches cost nothing
+    else:  # a mapping: pages that are not read cost nothing
         wasteful = buffer.nbytes < COPY_BELOW
     if wasteful:
         buffer = buffer.copy()

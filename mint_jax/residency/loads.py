@@ -115,7 +115,7 @@ class ColdLoads:
             The load, and the waiting prefetch that was dropped for it.
 
         Raises:
-            QueueFull: no room, or the tenant's quota of loads is used up.
+            QueueFull: it is full, or the tenant's quota of loads is used up.
         """
         with self._lock:
             if self._closed:

@@ -1,4 +1,4 @@
-"""What residency tells Prometheus."""
+"""Residency's metrics for Prometheus."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
@@ -33,7 +33,7 @@ class Metrics:
         self.queue_wait = Histogram(name("queue_wait_seconds"), "Request to start of load.", buckets=_SECONDS, registry=registry)
         self.load_time = Histogram(name("load_seconds"), "Start of load to staged.", ["source"], buckets=_SECONDS, registry=registry)
         self.bytes = Gauge(name("bytes"), "Bytes in use.", ["tier"], registry=registry)
-        self.evictions = Counter(name("evictions"), "Copies that made room.", ["tier"], registry=registry)
+        self.evictions = Counter(name("evictions"), "Copies that were evicted.", ["tier"], registry=registry)
         self.refusals = Counter(name("refusals"), "Loads refused, dropped or failed.", ["reason"], registry=registry)
         self.uncached = Counter(name("uncached"), "Loads that the host cache could not keep.", registry=registry)
         self.unfinished = Gauge(name("unfinished_loads"), "Loads under way.", registry=registry)

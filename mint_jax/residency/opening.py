@@ -25,7 +25,7 @@ PIECE_BYTES = 4 << 20  # of a large adapter at a time between two decode steps, 
 
 @dataclasses.dataclass(frozen=True)
 class Known:
-    """What records tell of a revision before it is loaded.
+    """What its record says of a revision before it is loaded.
 
     Attributes:
         dtype: of the stored factors.
@@ -43,7 +43,7 @@ def open_residency(
     base: str,
     base_specs: Any,
     revisions: Mapping[str, Known],
-    room: int,
+    slots: int,
     host_bytes: int,
     *,
     mesh: Mesh | None = None,
@@ -56,13 +56,13 @@ def open_residency(
 
     Args:
         base: fingerprint of the base.
-        room: slots of each rank bucket, at most; there are no more than revisions.
+        slots: of each rank bucket, at most; there are no more than revisions.
         host_bytes, depth: see ``Residency``.
     """
     counts = Counter(known.config.bucket for known in revisions.values())
     targets = dict.fromkeys(target for known in revisions.values() for target in known.config.targets)
     dtype = functools.reduce(jnp.promote_types, (jnp.dtype(known.dtype) for known in revisions.values()))
-    slots = DeviceSlots(base_specs, {bucket: min(count, room) for bucket, count in counts.items()}, targets, dtype, mesh, PIECE_BYTES)
+    device = DeviceSlots(base_specs, {bucket: min(count, slots) for bucket, count in counts.items()}, targets, dtype, mesh, PIECE_BYTES)
     finite = {digest for digest, known in revisions.items() if known.finite}
-    admission = Admission(base, base_specs, {bucket: slots.targets(bucket) for bucket in counts}, finite)
-    return Residency(fetch, unpack, admission, slots, host_bytes, workers=os.cpu_count() or 1, depth=depth, niceness=NICENESS)
+    admission = Admission(base, base_specs, {bucket: device.targets(bucket) for bucket in counts}, finite)
+    return Residency(fetch, unpack, admission, device, host_bytes, workers=os.cpu_count() or 1, depth=depth, niceness=NICENESS)

@@ -74,9 +74,9 @@ class Residency:
         digest_of = digest_of or self._blake3
         self._tier = HostTier(self.host, fetch, unpack, admission, self.metrics, digest_of, clock)
         self.slots = slots
-        rooms = {bucket: stack.slots for bucket, stack in slots.stacks.items()}
-        sizes = {bucket: slots.slot_bytes(bucket) for bucket in rooms}
-        self.table = SlotTable(rooms, sizes, quotas, half_life_s, clock, lambda digest: evicted.labels("device").inc())
+        capacities = {bucket: stack.slots for bucket, stack in slots.stacks.items()}
+        sizes = {bucket: slots.slot_bytes(bucket) for bucket in capacities}
+        self.table = SlotTable(capacities, sizes, quotas, half_life_s, clock, lambda digest: evicted.labels("device").inc())
         self._lock = threading.RLock()  # of the table, the lists below and the loads' futures; taken before any other
         self._changed = threading.Condition(self._lock)  # something became ready, or a load ended
         self._ready: deque[Load] = deque()  # staged, waiting for commit_ready
@@ -115,7 +115,7 @@ class Residency:
         return future
 
     def prefetch(self, digest: str, tenant: str = "default") -> bool:
-        """A hint: brings a revision to the host, and to a slot if one is free. False where there was no room to queue it."""
+        """A hint: brings a revision to the host, and to a slot if one is free. False where the queue is full."""
         with self._lock:
             if self.table.find(digest) is None:
                 try:
@@ -125,7 +125,7 @@ class Residency:
         return True
 
     def pin(self, digest: str, tenant: str = "default") -> bool:
-        """Brings a revision to host and slot and keeps it there. False where the queue has no room: the pin then holds from its arrival."""
+        """Brings a revision to host and slot and keeps it there. False where the queue is full: the pin then holds from its arrival."""
         with self._lock:
             self.host.pin(digest)
             self.table.pin(digest)
@@ -162,7 +162,7 @@ class Residency:
         """Writes what is staged into its slots and resolves the requests. For the engine's thread, between two steps.
 
         Args:
-            budget_bytes: write no more than so many, but one piece; what is left, also the rest of a large adapter, waits for the
+            budget_bytes: write at most this many, but at least one piece; what is left, also the rest of a large adapter, waits for the
                 next call.
 
         Returns:
@@ -248,7 +248,7 @@ class Residency:
             raise
 
     def wait_ready(self, pending: Sequence[Future], timeout: float = 1.0) -> bool:
-        """Sleeps until something can be committed, or one of these requests has ended, or for so many seconds.
+        """Sleeps until something can be committed, or one of these requests has ended, or for ``timeout`` seconds.
 
         Returns:
             Whether ``commit_ready`` has something to do.
@@ -309,7 +309,7 @@ class Residency:
             self._changed.notify_all()
 
     def _slot_for(self, load: Load, bucket: int) -> Slot | None:
-        """The slot that a load is to fill; None where it waits for one, or ends because nobody waits for it."""
+        """The slot that a load is to fill; None where it waits for one, or ends because no request waits for it."""
         with self._lock:
             if load.slot is None:
                 wanted = bool(load.waiting) or self.table.is_pinned(load.digest)
@@ -327,7 +327,7 @@ class Residency:
         for bucket, load in waiting:
             try:
                 load.slot = self.table.reserve(bucket, load.digest, load.tenant)
-            except UserError:  # there will be none: a worker finds that again and tells those who wait, without our lock
+            except UserError:  # there will be none: a worker finds that again and fails the waiting requests, without our lock
                 self.loads.resume(load)
                 continue
             if load.slot is None:
@@ -354,7 +354,7 @@ class Residency:
             self._changed.notify_all()
 
     def _withdraw(self, load: Load, future: "Future[Lease]") -> None:
-        """Takes a cancelled request out; a load that nobody waits for any more is forgotten where it has not begun."""
+        """Takes a cancelled request out; a load that no request waits for is forgotten where it has not begun."""
         if not future.cancelled():
             return
         with self._lock:

@@ -1,4 +1,4 @@
-"""Which revision is in which device slot, who uses it, and which goes when another needs the room. No arrays here.
+"""Which revision is in which device slot, who uses it, and which goes when another needs its slot. No arrays here.
 
 A slot is free, filling (reserved for a revision whose bytes are on the way) or resident. Only resident ones are leased.
 """
@@ -10,15 +10,15 @@ from typing import Any
 
 from mint_jax.errors import UserError
 from mint_jax.lora.tree import Slot
+from mint_jax.residency.eviction_score import EvictionScore, Ranking
 from mint_jax.residency.quotas import Quotas, Use, within
-from mint_jax.residency.worth import Ranking, Worth
 
 
 @dataclasses.dataclass(slots=True)
 class _Occupant:
     slot: Slot
     tenant: str
-    worth: Worth
+    score: EvictionScore
     filling: bool = True
     leases: int = 0
     modules: int = 0
@@ -29,27 +29,27 @@ class SlotTable:
     """The slots of all rank buckets. Not thread-safe: its owner holds a lock.
 
     Args:
-        rooms: slots of each bucket.
+        capacities: slots of each bucket.
         slot_bytes: bytes of one slot of each bucket.
         half_life_s, clock: see ``HostCache``.
-        on_evict: called with each digest that made room.
+        on_evict: called with each digest that was evicted.
     """
 
     def __init__(
         self,
-        rooms: Mapping[int, int],
+        capacities: Mapping[int, int],
         slot_bytes: Mapping[int, int],
         quotas: Quotas | None = None,
         half_life_s: float = 600.0,
         clock: Callable[[], float] = time.monotonic,
         on_evict: Callable[[str], None] | None = None,
     ):
-        self.rooms, self.half_life_s = dict(rooms), half_life_s
+        self.capacities, self.half_life_s = dict(capacities), half_life_s
         self._slot_bytes, self._quotas, self._clock, self._on_evict = slot_bytes, quotas or Quotas(), clock, on_evict
-        self._free = {bucket: list(range(n))[::-1] for bucket, n in rooms.items()}
+        self._free = {bucket: list(range(n))[::-1] for bucket, n in capacities.items()}
         self._occupants: dict[str, _Occupant] = {}
         self._pinned: set[str] = set()
-        self._idle = {bucket: Ranking() for bucket in rooms}
+        self._idle = {bucket: Ranking() for bucket in capacities}
         self._use = Use()
 
     def find(self, digest: str) -> Slot | None:
@@ -65,7 +65,7 @@ class SlotTable:
         self._idle[occupant.slot.bucket].remove(digest)
         occupant.leases += 1
         occupant.doomed = False
-        occupant.worth.use(self._clock(), self.half_life_s)
+        occupant.score.use(self._clock(), self.half_life_s)
         return occupant.slot
 
     def release(self, digest: str) -> bool:
@@ -80,7 +80,7 @@ class SlotTable:
         return not occupant.leases
 
     def reserve(self, bucket: int, digest: str, tenant: str, evict: bool = True) -> Slot | None:
-        """A slot to fill with a revision: a free one, or that of the least worth which nobody leases or pins.
+        """A slot to fill with a revision: a free one, or that of the lowest score among those without lease or pin.
 
         Where the tenant's quota of slots is used up, only its own go. ``fill`` or ``abandon`` must follow.
 
@@ -100,15 +100,15 @@ class SlotTable:
             if self._on_evict is not None:
                 self._on_evict(victim)
         slot = Slot(bucket, self._free[bucket].pop())
-        self._occupants[digest] = _Occupant(slot, tenant, Worth(self._slot_bytes[bucket], 0.0, 1.0, self._clock()))
+        self._occupants[digest] = _Occupant(slot, tenant, EvictionScore(self._slot_bytes[bucket], 0.0, 1.0, self._clock()))
         self._use.add(tenant, self._slot_bytes[bucket])
         return slot
 
     def _victims(self, bucket: int, tenant: str) -> list[str] | None:
-        """Who must go so that a tenant gets a slot of a bucket; None when nobody may go that would have to."""
+        """Who must go so that a tenant gets a slot of a bucket; None when what would have to go is leased or pinned."""
         victims = []
         if not within(self._use.entries(tenant) + 1, self._quotas.of(tenant).slots):
-            own = (self._idle[b].lowest(tenant) for b in sorted(self.rooms, key=lambda b: b != bucket))  # this bucket's first
+            own = (self._idle[b].lowest(tenant) for b in sorted(self.capacities, key=lambda b: b != bucket))  # this bucket's first
             if (victim := next((digest for digest in own if digest), None)) is None:
                 return None
             victims.append(victim)
@@ -119,20 +119,20 @@ class SlotTable:
         return victims
 
     def _check_possible(self, bucket: int, tenant: str) -> None:
-        if not self.rooms.get(bucket):
-            have = ", ".join(str(b) for b, n in sorted(self.rooms.items()) if n) or "none"
+        if not self.capacities.get(bucket):
+            have = ", ".join(str(b) for b, n in sorted(self.capacities.items()) if n) or "none"
             raise UserError(f"an adapter of rank bucket {bucket} needs a slot, and there are slots for {have}: configure some")
         if self._quotas.of(tenant).slots == 0:
             raise UserError(f"tenant {tenant!r} has a quota of 0 device slots: raise it")
         pinned = sum(1 for digest in self._pinned if (o := self._occupants.get(digest)) and o.slot.bucket == bucket)
-        if pinned >= self.rooms[bucket]:
+        if pinned >= self.capacities[bucket]:
             raise UserError(f"all {pinned} slots of rank bucket {bucket} are pinned: unpin one or configure more")
 
     def fill(self, digest: str, seconds: float, modules: int = 0) -> None:
-        """The reserved slot holds its revision now, of so many modules; ``seconds`` is what bringing it there took."""
+        """The reserved slot holds its revision now, of ``modules`` modules; ``seconds`` is what bringing it there took."""
         occupant = self._occupants[digest]
         occupant.filling, occupant.modules = False, modules
-        occupant.worth.seconds = seconds
+        occupant.score.seconds = seconds
         self._rank(digest)
 
     def abandon(self, digest: str) -> None:
@@ -175,18 +175,18 @@ class SlotTable:
         occupant = self._occupants.pop(digest)
         self._idle[occupant.slot.bucket].remove(digest)
         self._free[occupant.slot.bucket].append(occupant.slot.index)
-        self._use.add(occupant.tenant, -occupant.worth.nbytes, -1)
+        self._use.add(occupant.tenant, -occupant.score.nbytes, -1)
 
     def _rank(self, digest: str) -> None:
         """Lets a slot be taken, if nothing keeps it."""
         occupant = self._occupants[digest]
         if not (occupant.filling or occupant.leases or digest in self._pinned):
-            self._idle[occupant.slot.bucket].add(digest, occupant.tenant, occupant.worth.key(self.half_life_s))
+            self._idle[occupant.slot.bucket].add(digest, occupant.tenant, occupant.score.key(self.half_life_s))
 
     @property
     def nbytes(self) -> int:
         """Bytes of the slots in use."""
-        return sum(occupant.worth.nbytes for occupant in self._occupants.values())
+        return sum(occupant.score.nbytes for occupant in self._occupants.values())
 
     def resident(self) -> Iterable[str]:
         """Digests that are resident."""
@@ -195,10 +195,10 @@ class SlotTable:
     def state(self) -> dict[int, dict[str, Any]]:
         """Per bucket the number of slots by state."""
         out: dict[int, dict[str, Any]] = {}
-        for bucket, room in self.rooms.items():
+        for bucket, capacity in self.capacities.items():
             mine = {d: o for d, o in self._occupants.items() if o.slot.bucket == bucket}
             out[bucket] = {
-                "slots": room,
+                "slots": capacity,
                 "free": len(self._free[bucket]),
                 "filling": sum(o.filling for o in mine.values()),
                 "leased": sum(o.leases > 0 for o in mine.values()),

@@ -5,7 +5,7 @@ comes, the compilation of the program that writes it. ``write`` runs in the engi
 staged arrays to that program, which updates the donated stack in place: the bytes are read once and written once. (105 MB,
 the rank-1 adapter of Qwen3-30B-A3B, on one core of a CPU: staging 1.1 ms, writing 16.7; memcpy of as many bytes 12. A program
 for each array took 18, for two adapters at once 15.5 an adapter, threads 21.) A write may be cut into pieces of layers, so that
-no gap between two steps has to hold a whole large adapter; nobody sees the slot before the last piece.
+no gap between two steps has to hold a whole large adapter; no request is given the slot before the last piece.
 
 Axes: L layers, S slots, E experts, R rank of the bucket, D in or out.
 """
@@ -54,18 +54,18 @@ class DeviceSlots:
 
     Args:
         base_specs: the base's ``ParamSpec`` tree.
-        rooms: slots of each rank bucket.
+        counts: slots of each rank bucket.
         targets: the union of what the adapters may target.
         dtype: of the stacks; adapters stored in another are converted on the device.
         mesh: the base's; None is the default device.
-        piece_bytes: a write of more bytes (as stored) is cut into pieces of about so many, where a bucket has several slots; None
+        piece_bytes: a write of more bytes (as stored) is cut into pieces of about this many, where a bucket has several slots; None
             never cuts.
     """
 
     def __init__(
         self,
         base_specs: Any,
-        rooms: Mapping[int, int],
+        counts: Mapping[int, int],
         targets: Iterable[str] = (lora_tree.ALL_LINEAR,),
         dtype: Any = jnp.float32,
         mesh: Mesh | None = None,
@@ -75,11 +75,11 @@ class DeviceSlots:
         targets = tuple(targets)
         self._specs: dict[int, Any] = {}
         self.stacks: Stacks = {}  # one object for good: who holds it sees every write
-        for bucket, room in sorted(rooms.items()):
-            specs = lora_tree.stack_specs(base_specs, targets, bucket, room)
+        for bucket, count in sorted(counts.items()):
+            specs = lora_tree.stack_specs(base_specs, targets, bucket, count)
             self._specs[bucket] = jax.tree.map(lambda s: dataclasses.replace(s, dtype=dtype), specs)
             factors = jax.tree.map(self._zeros, self._specs[bucket])
-            self.stacks[bucket] = AdapterStack(factors, self._zeros(ParamSpec((room,), (None,), jnp.float32)), bucket)
+            self.stacks[bucket] = AdapterStack(factors, self._zeros(ParamSpec((count,), (None,), jnp.float32)), bucket)
         self._scalar = self._sharding(ParamSpec((), ()))
         self._where = {  # bucket -> path -> the devices that hold one slot's part of a factor
             bucket: {path: self._sharding(_without_slots(spec)) for path, spec in params_lib.leaves_with_path(specs)}
@@ -141,8 +141,8 @@ class DeviceSlots:
 
     def _abstract(self, bucket: int) -> AdapterStack:
         factors = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self._sharding(s)), self._specs[bucket])
-        room = (self.stacks[bucket].slots,)
-        scale = jax.ShapeDtypeStruct(room, jnp.float32, sharding=self._sharding(ParamSpec(room, (None,))))
+        shape = (self.stacks[bucket].slots,)
+        scale = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self._sharding(ParamSpec(shape, (None,))))
         return AdapterStack(factors, scale, bucket)  # type: ignore[arg-type]
 
     def _sharding(self, spec: ParamSpec) -> Any:
@@ -171,26 +171,26 @@ def write_piece(
         arrays: path -> ``[L, (E,) r, D]``, r at most the stack's rank.
     """
 
-    def put(path: str, room: jax.Array) -> jax.Array:
-        L, R = room.shape[0], room.shape[-2]
+    def put(path: str, factor: jax.Array) -> jax.Array:
+        L, R = factor.shape[0], factor.shape[-2]
         count = -(-L // pieces)
         at = jnp.minimum(piece * count, L - count)
-        one = (count, 1, *room.shape[2:])
+        one = (count, 1, *factor.shape[2:])
         leaf = arrays.get(path)
         rank = 0 if leaf is None else leaf.shape[-2]
 
         def update(bits: jax.Array, part: jax.Array, first_rank: int) -> jax.Array:
             zero = jnp.int32(0)
-            part = _bits(part.astype(room.dtype))
-            return jax.lax.dynamic_update_slice(bits, part, (at, slot, *[zero] * (room.ndim - 4), jnp.int32(first_rank), zero))
+            part = _bits(part.astype(factor.dtype))
+            return jax.lax.dynamic_update_slice(bits, part, (at, slot, *[zero] * (factor.ndim - 4), jnp.int32(first_rank), zero))
 
-        bits = _bits(room)
+        bits = _bits(factor)
         if rank < R:
-            bits = update(bits, jnp.zeros((*one[:-2], R - rank, one[-1]), room.dtype), rank)
+            bits = update(bits, jnp.zeros((*one[:-2], R - rank, one[-1]), factor.dtype), rank)
         if leaf is not None:
             part = jax.lax.dynamic_slice_in_dim(leaf, at, count)
             bits = update(bits, jnp.expand_dims(part, SLOT_AXIS), 0)
-        return jax.lax.bitcast_convert_type(bits, room.dtype)
+        return jax.lax.bitcast_convert_type(bits, factor.dtype)
 
     return dataclasses.replace(stack, factors=params_lib.map_with_path(put, stack.factors), scale=stack.scale.at[slot].set(scale))
 

@@ -259,8 +259,8 @@ class DenseEngine:
         lora = bind_blocks(plan, stacks, self.base.dtype)
         args = self.base.params, lora
         with jax.set_mesh(self.base.mesh):
-            room = {"rollouts": rollouts, "new_tokens": min(C, self.base.cfg.context), "keep_routes": self.keep_routes}
-            cache, state, prompt_routes = program.prefill(*args, prompts, lengths, sampling, limits, cfg=self.base.cfg, **room)
+            sizes = {"rollouts": rollouts, "new_tokens": min(C, self.base.cfg.context), "keep_routes": self.keep_routes}
+            cache, state, prompt_routes = program.prefill(*args, prompts, lengths, sampling, limits, cfg=self.base.cfg, **sizes)
             watching = any(r and r.stop for r in rows)
             steps = np.int32(CHECK_EVERY if watching or between_steps is not None else C)
             while True:
@@ -309,10 +309,10 @@ class DenseEngine:
         return Completion(*drawn.row(row, cut), finish, text, revision=request.revision)
 
 
-def _arrays(order: Sequence[Request | None], rollouts: int, room: int) -> tuple[np.ndarray, np.ndarray, SamplingParams, program.Limits]:
+def _arrays(order: Sequence[Request | None], rollouts: int, length: int) -> tuple[np.ndarray, np.ndarray, SamplingParams, program.Limits]:
     """Prompts ``[Q, T]``, lengths ``[Q]`` and per-row settings ``[Q G]``; padding has an empty prompt and no tokens to draw."""
     filled = [r or Request((0,), max_tokens=0) for r in order]
-    prompts = np.zeros((len(order), room), np.int32)
+    prompts = np.zeros((len(order), length), np.int32)
     for row, request in enumerate(filled):
         prompts[row, : len(request.prompt)] = request.prompt
     rows = [r for r in filled for _ in range(rollouts)]

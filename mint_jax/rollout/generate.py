@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from mint_jax import sharding
-from mint_jax.lora.apply import Bound
+from mint_jax.lora.apply import BoundAdapters
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.precision import as_stored
 from mint_jax.models.transformer import hidden_states, logits
@@ -82,7 +82,7 @@ def placed(cache: Any) -> Any:
 @as_stored
 def prefill(
     params: Any,
-    lora: Bound | None,
+    lora: BoundAdapters | None,
     prompts_QT: jax.Array,
     lengths_Q: jax.Array,
     sampling: SamplingParams,
@@ -99,7 +99,7 @@ def prefill(
         prompts_QT: right-padded.
         lengths_Q: at least 1.
         rollouts: G; rows of a prompt are consecutive.
-        new_tokens: C, the room for new tokens.
+        new_tokens: C, the capacity for new tokens.
         keep_routes: record the experts that every token visits.
 
     Returns:
@@ -114,7 +114,7 @@ def prefill(
     first = jnp.repeat(logits(params, lora, last)[:, 0], rollouts, axis=0)
     rows = Q * rollouts
 
-    def room(entry: jax.Array) -> jax.Array:  # [L, Q, ..., T, X] -> zeros [L, B, ..., C, X]
+    def blank(entry: jax.Array) -> jax.Array:  # [L, Q, ..., T, X] -> zeros [L, B, ..., C, X]
         return jnp.zeros((entry.shape[0], rows, *entry.shape[2:-2], new_tokens, entry.shape[-1]), entry.dtype)
 
     state = Decoding(
@@ -125,8 +125,8 @@ def prefill(
         lengths=jnp.zeros((rows,), jnp.int32),
         done=limits.max_tokens <= 0,
         stopped=jnp.zeros((rows,), bool),
-        cache=placed(jax.tree.map(room, prompt_cache)),
-        routes=None if prompt_routes is None else room(prompt_routes),
+        cache=placed(jax.tree.map(blank, prompt_cache)),
+        routes=None if prompt_routes is None else blank(prompt_routes),
     )
     return prompt_cache, _draw(state, first, sampling, limits), prompt_routes
 
@@ -153,7 +153,7 @@ def _draw(state: Decoding, logits_BV: jax.Array, sampling: SamplingParams, limit
 @as_stored
 def decode(
     params: Any,
-    lora: Bound | None,
+    lora: BoundAdapters | None,
     prompt_cache: Any,
     lengths_Q: jax.Array,
     state: Decoding,

@@ -10,7 +10,7 @@ Axes: P policies, B rows of a policy, T tokens of a row, M target positions of a
 
 import dataclasses
 import math
-from collections.abc import Sequence as Seq
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -22,7 +22,7 @@ from mint_jax.train.losses import Targets
 
 
 @dataclasses.dataclass
-class Sequence:
+class TrainSequence:
     """Target tokens and what the loss knows of each; lists are as long as ``tokens``.
 
     Attributes:
@@ -53,7 +53,7 @@ class Group:
     """
 
     prefix: list[int]
-    sequences: list[Sequence]
+    sequences: list[TrainSequence]
     pair_weight: float = 0.0
     routes: np.ndarray | None = None
     temperature: float = 1.0
@@ -100,7 +100,7 @@ class Place:
 
 @dataclasses.dataclass
 class _Row:
-    pieces: list[tuple[Group, list[tuple[int, Sequence]]]]  # (group, [(sequence number, sequence)])
+    pieces: list[tuple[Group, list[tuple[int, TrainSequence]]]]  # (group, [(sequence number, sequence)])
     tokens: int
     targets: int
 
@@ -110,14 +110,14 @@ def cost(group: Group) -> int:
     return len(group.prefix) - 1 + sum(len(s.tokens) for s in group.sequences)
 
 
-def padded_tokens(groups: Seq[Group]) -> int:
+def padded_tokens(groups: Sequence[Group]) -> int:
     """Tokens of one policy's rows, each as long as its largest group."""
-    room = max(map(cost, groups))
-    return len(_rows(groups, room)) * room
+    capacity = max(map(cost, groups))
+    return len(_rows(groups, capacity)) * capacity
 
 
 def pack(
-    policies: Seq[Seq[Group]],
+    policies: Sequence[Sequence[Group]],
     shapes: ShapeBook,
     row_tokens: int | None = None,
     context: int | None = None,
@@ -145,8 +145,8 @@ def pack(
         for group in groups:
             _check(group, context, paired)
     longest = max(len(g.prefix) - 1 + len(s.tokens) for groups in policies for g in groups for s in g.sequences)
-    room = max(longest, row_tokens or max(cost(g) for groups in policies for g in groups))
-    packed = [_rows(groups, room) for groups in policies]
+    capacity = max(longest, row_tokens or max(cost(g) for groups in policies for g in groups))
+    packed = [_rows(groups, capacity) for groups in policies]
     pairs = [[g.pair_weight for g in groups] if any(g.pair_weight for g in groups) else [] for groups in policies]
     most = max(len(rows) for rows in packed)
     needed = (
@@ -182,13 +182,13 @@ def _check(group: Group, context: int | None, paired: bool) -> None:
             )
 
 
-def _rows(groups: Seq[Group], room: int) -> list[_Row]:
+def _rows(groups: Sequence[Group], capacity: int) -> list[_Row]:
     pieces, number = [], 0
     for group in groups:
-        members: list[tuple[int, Sequence]] = []
+        members: list[tuple[int, TrainSequence]] = []
         used = len(group.prefix) - 1
         for s in group.sequences:
-            if members and used + len(s.tokens) > room:
+            if members and used + len(s.tokens) > capacity:
                 pieces.append((group, members, used))
                 members, used = [], len(group.prefix) - 1
             members.append((number, s))
@@ -199,7 +199,7 @@ def _rows(groups: Seq[Group], room: int) -> list[_Row]:
     rows: list[_Row] = []
     for group, members, used in sorted(pieces, key=lambda p: -p[2]):
         targets = sum(int(np.count_nonzero(s.weights)) for _, s in members)
-        row = next((r for r in rows if r.tokens + used <= room), None)
+        row = next((r for r in rows if r.tokens + used <= capacity), None)
         if row is None:
             row = _Row([], 0, 0)
             rows.append(row)
@@ -269,7 +269,7 @@ def _no_routes(packed: list[list[_Row]], rows: tuple[int, int, int]) -> np.ndarr
     return None if known is None else np.full((known.shape[1], *rows, known.shape[2]), -1, np.int16)
 
 
-def mask_unrouted(groups: Seq[Group]) -> tuple[list[Group], int]:
+def mask_unrouted(groups: Sequence[Group]) -> tuple[list[Group], int]:
     """Takes tokens without recorded experts out of the loss, where others of the policy have them.
 
     Returns:
@@ -279,7 +279,7 @@ def mask_unrouted(groups: Seq[Group]) -> tuple[list[Group], int]:
         return list(groups), 0
     masked = 0
 
-    def routed_only(s: Sequence) -> Sequence:
+    def routed_only(s: TrainSequence) -> TrainSequence:
         nonlocal masked
         known = [False] * len(s.tokens) if s.routes is None else np.all(s.routes >= 0, axis=(1, 2)).tolist()
         weights = [w if k else 0.0 for w, k in zip(s.weights, known)]

@@ -15,13 +15,14 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mint_jax import multihost
 from mint_jax.errors import UserError, choice
 
 SCHEDULES = ("sequential", "overlapped", "batched")
+ROLLOUT, UPDATE = "rollout", "update"
 LOOK_S = 1.0
 
 
@@ -64,78 +65,106 @@ class Timing:
 
 
 @dataclasses.dataclass
-class _Unit:
+class Unit:
+    """Policies that are rolled out and updated together.
+
+    Attributes:
+        step: updates behind them.
+    """
+
     names: list[str]
     step: int
-    pending: dict[str, futures.Future] | None = None  # rewards on their way
+    _submit: Callable[..., futures.Future]
+    _pending: dict[str, futures.Future] | None = None  # rewards on their way
 
-    @property
-    def ready(self) -> bool:
-        return all(f.done() for f in (self.pending or {}).values())
+    def score(self, reward: Callable[[str, Any], Any], samples: Mapping[str, Any]) -> None:
+        """Has ``reward(name, samples[name])`` computed for each policy, in worker threads that the process does not wait for."""
+        self._pending = {name: self._submit(reward, name, samples[name]) for name in self.names}
 
     def scored(self) -> dict[str, Any]:
-        """The rewards, once they are there; raises what a reward raised."""
-        return {name: f.result() for name, f in (self.pending or {}).items()}
+        """What the rewards returned, by policy; raises what one of them raised."""
+        return {name: future.result() for name, future in (self._pending or {}).items()}
+
+    def unfinished(self) -> list[futures.Future]:
+        """Rewards that are not there yet."""
+        return [future for future in (self._pending or {}).values() if not future.done()]
 
 
-def run(
-    units: Sequence[Sequence[str]],
-    first_step: dict[str, int],
-    steps: int,
-    rollout: Callable[[Sequence[str], int], dict[str, Any]],
-    reward: Callable[[str, Any], Any],
-    update: Callable[[dict[str, Any], int], None],
-    overlap: bool,
-    workers: int = 4,
-    look: Callable[[float, int], None] | None = None,
-) -> Timing:
-    """Runs every unit from its first step to ``steps``.
+class Phases:
+    """What the devices do next, one phase of one unit after another; a context manager that ends the reward threads.
+
+        with Phases(units, first_step, steps, overlap=True) as phases:
+            for phase, unit in phases:
+                if phase == ROLLOUT:
+                    unit.score(reward, rollout(unit.names, unit.step))
+                else:
+                    update(unit.scored(), unit.step)
+
+    The body is one device call. An update's rewards are all there; a reward that failed raises before its unit's update.
 
     Args:
         first_step: where each policy starts; policies of a unit must agree.
-        rollout: ``(names, step) -> {name: samples}`` on the devices, in this thread.
-        reward: ``(name, samples) -> scored`` on the host, in a worker thread, which the process does not wait for when it ends.
-        update: ``({name: scored}, step)`` on the devices, in this thread; called once the unit's rewards are there.
+        steps: where all end.
         overlap: take up another unit while rewards are computed.
         workers: rewards that are computed at once.
-        look: ``(seconds waited, rewards to come)``, called before each phase, and every second in which the devices wait.
+        look: ``(seconds waited, rewards to come)``, called before each phase, and every second in which the devices wait; may raise.
+
+    Attributes:
+        timing: of the phases so far; of the whole once all are done.
 
     Raises:
-        Whatever the functions raise; later device calls are then not made.
+        UserError: policies of a unit start at different steps.
     """
-    timing = Timing()
-    began = time.perf_counter()
-    idle: deque[_Unit] = deque()
-    for names in units:
-        firsts = {first_step[n] for n in names}
-        if len(firsts) > 1:
-            raise UserError(f"policies {list(names)} resume at different steps {sorted(firsts)}: use the schedule they were started with")
-        if (first := firsts.pop()) < steps:
-            idle.append(_Unit(list(names), first))
-    waiting: list[_Unit] = []
 
-    with _daemons(workers) as submit:
+    def __init__(
+        self,
+        units: Sequence[Sequence[str]],
+        first_step: Mapping[str, int],
+        steps: int,
+        overlap: bool,
+        workers: int = 4,
+        look: Callable[[float, int], None] | None = None,
+    ):
+        self.timing = Timing()
+        self._steps, self._overlap, self._look = steps, overlap, look
+        self._ending = contextlib.ExitStack()
+        firsts = [_first_of(names, first_step) for names in units]
+        submit = self._ending.enter_context(_daemons(workers))
+        self._idle = deque(Unit(list(names), first, submit) for names, first in zip(units, firsts) if first < steps)
+
+    def __enter__(self) -> "Phases":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ending.close()
+
+    def __iter__(self) -> Iterator[tuple[str, Unit]]:
+        began, idle, waiting = time.perf_counter(), self._idle, []
         while idle or waiting:
-            may_start = bool(idle) and (overlap or not waiting)
-            scored_unit = multihost.agree("next phase", lambda may_start=may_start: _next(waiting, may_start, look))
-            if scored_unit is not None:
-                unit = waiting.pop(scored_unit)
-                scored = unit.scored()
-                t = time.perf_counter()
-                update(scored, unit.step)
-                timing.update_s += time.perf_counter() - t
-                unit.step, unit.pending = unit.step + 1, None
-                if unit.step < steps:
-                    idle.append(unit)
-            else:
+            may_start = bool(idle) and (self._overlap or not waiting)
+            scored = multihost.agree("next phase", lambda may_start=may_start: _next(waiting, may_start, self._look))
+            since = time.perf_counter()
+            if scored is None:
                 unit = idle.popleft()
-                t = time.perf_counter()
-                samples = rollout(unit.names, unit.step)
-                timing.rollout_s += time.perf_counter() - t
-                unit.pending = {name: submit(reward, name, samples[name]) for name in unit.names}
+                yield ROLLOUT, unit
+                self.timing.rollout_s += time.perf_counter() - since
                 waiting.append(unit)
-    timing.wall_s = time.perf_counter() - began
-    return timing
+            else:
+                unit = waiting.pop(scored)
+                yield UPDATE, unit
+                self.timing.update_s += time.perf_counter() - since
+                unit.step, unit._pending = unit.step + 1, None
+                if unit.step < self._steps:
+                    idle.append(unit)
+        self.timing.wall_s = time.perf_counter() - began
+
+
+def _first_of(names: Sequence[str], first_step: Mapping[str, int]) -> int:
+    """The step at which all policies of a unit start."""
+    firsts = {first_step[name] for name in names}
+    if len(firsts) > 1:
+        raise UserError(f"policies {list(names)} resume at different steps {sorted(firsts)}: use the schedule they were started with")
+    return firsts.pop()
 
 
 @contextlib.contextmanager
@@ -170,7 +199,7 @@ def _daemons(workers: int) -> Iterator[Callable[..., futures.Future]]:
             tasks.put(None)
 
 
-def _next(waiting: Sequence[_Unit], may_start: bool, look: Callable[[float, int], None] | None) -> int | None:
+def _next(waiting: Sequence[Unit], may_start: bool, look: Callable[[float, int], None] | None) -> int | None:
     """Which waiting unit to update, or None to roll out an idle one if that ``may_start``; blocks until there is something to do.
 
     Raises:
@@ -180,12 +209,12 @@ def _next(waiting: Sequence[_Unit], may_start: bool, look: Callable[[float, int]
     if look is not None:
         look(0.0, len(waiting))  # one that hangs is found while the devices have other work
     while True:
-        found = next((i for i, unit in enumerate(waiting) if unit.ready), None)
+        found = next((i for i, unit in enumerate(waiting) if not unit.unfinished()), None)
         if found is not None:
             waiting[found].scored()
             return found
         if may_start:
             return None
-        pending = [f for unit in waiting for f in (unit.pending or {}).values() if not f.done()]
+        pending = [future for unit in waiting for future in unit.unfinished()]
         if not futures.wait(pending, LOOK_S, futures.FIRST_COMPLETED).done and look is not None:
             look(time.monotonic() - began, len(pending))

@@ -102,7 +102,7 @@ class TrainStack:
 
     Attributes:
         adapters: their factors and scales.
-        opt: optax state; moments ``[L, S, R, D]``, counts ``[S]``.
+        opt: optax state of ``optimizer``; moments ``[L, S, R, D]``, counts ``[S]``.
         grad_sum: gradients accumulated since the last update, like the factors.
         hyper: ``[S]`` each.
         steps: updates applied, ``[S]`` int32.
@@ -120,16 +120,11 @@ class TrainStack:
 State = dict[int, TrainStack]  # bucket rank -> stack
 
 
-def optimizer(hyper: Hyper | None = None, learning_rate: jax.Array | float = 0.0) -> optax.GradientTransformationExtraArgs:
-    """AdamW after clipping by the global norm, with every hyperparameter as state (``inject_hyperparams``)."""
-
-    def make(learning_rate, b1, b2, eps, weight_decay, max_grad_norm):
-        adamw = optax.adamw(learning_rate, b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
-        return optax.chain(optax.clip_by_global_norm(max_grad_norm), adamw)
-
-    names = ("b1", "b2", "eps", "weight_decay", "max_grad_norm")
-    values = {name: getattr(hyper, name) if hyper is not None else 0.0 for name in names}
-    return optax.inject_hyperparams(make, hyperparam_dtype=jnp.float32)(learning_rate, **values)
+def optimizer(hyper: Hyper, learning_rate: jax.Array | float) -> optax.GradientTransformationExtraArgs:
+    """AdamW after clipping by the global norm, of one policy. Its numbers may be traced: as data of the update's program, other
+    ones compile nothing, and the optimizer's own state is two moments and a count."""
+    adamw = optax.adamw(learning_rate, b1=hyper.b1, b2=hyper.b2, eps=hyper.eps, weight_decay=hyper.weight_decay)
+    return optax.chain(optax.clip_by_global_norm(hyper.max_grad_norm), adamw)
 
 
 def slot_axis(leaf: jax.Array) -> int:
@@ -138,7 +133,7 @@ def slot_axis(leaf: jax.Array) -> int:
 
 
 def empty(base_specs: Any, configs: list[AdapterConfig], slots: dict[int, int] | None = None) -> State:
-    """A state with room for these adapters, one slot each unless ``slots`` says how many a bucket has."""
+    """A state with slots for these adapters, one slot each unless ``slots`` says how many a bucket has."""
     counts: dict[int, int] = {}
     targets: dict[int, list[str]] = {}
     for config in configs:
@@ -146,14 +141,14 @@ def empty(base_specs: Any, configs: list[AdapterConfig], slots: dict[int, int] |
         targets.setdefault(config.bucket, []).extend(t for t in config.targets if t not in targets.get(config.bucket, []))
     out = {}
     for bucket in sorted(counts):
-        room = (slots or counts)[bucket]
-        stack = lora_tree.empty_stack(base_specs, targets[bucket], bucket, room)
+        count = (slots or counts)[bucket]
+        stack = lora_tree.empty_stack(base_specs, targets[bucket], bucket, count)
         zeros = jax.tree.map(jnp.zeros_like, stack.factors)
         one_slot = jax.tree.map(lambda x: x[:, 0], stack.factors)
-        fresh = optimizer().init(one_slot)
-        opt = jax.tree.map(functools.partial(_spread, room), fresh)
-        counters = jnp.zeros((room,), jnp.int32)
-        out[bucket] = TrainStack(stack, opt, zeros, Hyper.zeros(room), counters, jnp.zeros_like(counters))
+        fresh = optimizer(Hyper.of(OptimizerConfig()), 0.0).init(one_slot)
+        opt = jax.tree.map(functools.partial(_spread, count), fresh)
+        counters = jnp.zeros((count,), jnp.int32)
+        out[bucket] = TrainStack(stack, opt, zeros, Hyper.zeros(count), counters, jnp.zeros_like(counters))
     return out
 
 

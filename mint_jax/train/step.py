@@ -18,7 +18,7 @@ import optax
 
 from mint_jax import sharding
 from mint_jax.lora import tree as lora_tree
-from mint_jax.lora.apply import Bound
+from mint_jax.lora.apply import BoundAdapters
 from mint_jax.lora.tree import Stacks
 from mint_jax.models import transformer
 from mint_jax.models.attention import Segments
@@ -34,7 +34,7 @@ Slots = dict[int, jax.Array]  # bucket rank -> [n] int32, distinct slots
 
 
 def batch_logprobs(
-    params: Any, lora: Bound | None, batch: Batch, cfg: ModelConfig, remat: str = "none"
+    params: Any, lora: BoundAdapters | None, batch: Batch, cfg: ModelConfig, remat: str = "none"
 ) -> tuple[jax.Array, jax.Array | None]:
     """``log p(target)`` of every target of a batch at its temperature, ``[P, B, M]`` float32; with recorded routes also how far
     the router's own choice before each target strays from them, ``[P, B, M]``, a share averaged over layers."""
@@ -130,7 +130,7 @@ def optim_step(state: State, slots: Slots) -> tuple[State, dict[str, jax.Array]]
     """
     new, rows = dict(state), []
     for b in sorted(slots):
-        # One policy after the other: AdamW is bound by memory, and this way it needs room for one.
+        # One policy after the other: AdamW is bound by memory, and this way it needs temporaries for one.
         policies = slots[b].shape[0]
         _, one = jax.eval_shape(_update_slot, state[b], slots[b][0])
         zeros = {name: jnp.zeros((policies,), x.dtype) for name, x in one.items()}
@@ -165,9 +165,7 @@ def _update_one(stack: state_lib.TrainStack) -> tuple[state_lib.TrainStack, dict
     """AdamW for one policy: the leaves of a ``TrainStack`` without their slot axis."""
     grads, factors = stack.grad_sum, stack.adapters.factors
     rate = scheduled_rate(stack.hyper, stack.steps)
-    transform = state_lib.optimizer(stack.hyper, rate)
-    hyperparams = {**stack.opt.hyperparams, **_hyperparams(stack.hyper, rate)}
-    updates, opt = transform.update(grads, stack.opt._replace(hyperparams=hyperparams), factors)
+    updates, opt = state_lib.optimizer(stack.hyper, rate).update(grads, stack.opt, factors)
     norm = optax.global_norm(grads)
     fine = jnp.isfinite(norm)
 
@@ -183,11 +181,6 @@ def _update_one(stack: state_lib.TrainStack) -> tuple[state_lib.TrainStack, dict
         skipped=stack.skipped + ~fine,
     )
     return done, {"grad_norm": norm, "learning_rate": rate, "skipped": (~fine).astype(jnp.float32)}
-
-
-def _hyperparams(hyper: Hyper, rate: jax.Array) -> dict[str, jax.Array]:
-    names = ("b1", "b2", "eps", "weight_decay", "max_grad_norm")
-    return {"learning_rate": rate} | {name: getattr(hyper, name) for name in names}
 
 
 def scheduled_rate(hyper: Hyper, steps: jax.Array) -> jax.Array:

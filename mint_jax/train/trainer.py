@@ -22,8 +22,7 @@ from mint_jax.models.base import Base
 from mint_jax.models.config import ModelConfig
 from mint_jax.train import state as state_lib
 from mint_jax.train import step as step_lib
-from mint_jax.train.batch import Batch, Group, Place, mask_unrouted, pack, padded_tokens
-from mint_jax.train.batch import Sequence as Target
+from mint_jax.train.batch import Batch, Group, Place, TrainSequence, mask_unrouted, pack, padded_tokens
 from mint_jax.train.losses import KINDS, KL_KINDS, LossCoefs
 from mint_jax.train.state import Hyper, OptimizerConfig, State, TrainStack
 
@@ -352,13 +351,13 @@ class Trainer:
             self.refer(name, p.adapter, adapter)
 
 
-def _sequences(groups: Sequence[Group]) -> list[Target]:
+def _sequences(groups: Sequence[Group]) -> list[TrainSequence]:
     return [s for g in groups for s in g.sequences]
 
 
 def _of_sequences(
     groups: Sequence[Group], places: Sequence[Place], values_PBM: np.ndarray, other: float
-) -> Iterator[tuple[Target, list[float]]]:
+) -> Iterator[tuple[TrainSequence, list[float]]]:
     """Each sequence of a packed chunk and its values, one a token, ``other`` at tokens that are no target."""
     for s, place in zip(_sequences(groups), places, strict=True):
         values = np.full(len(s.tokens), other, np.float32)

@@ -145,8 +145,9 @@ from mint_jax.train import schedule
 example = Example("prompt", "")
 env = ListEnvironment([example], [example], lambda text, example: float(threading.Event().wait()))
 try:
-    schedule.run([["a"]], {"a": 0}, 1, lambda names, step: {"a": ""}, lambda name, text: scoring.score(name, env, text, example),
-                 lambda scored, step: None, False, 1, scoring.Watch(1.5).look)
+    with schedule.Phases([["a"]], {"a": 0}, 1, False, 1, scoring.Watch(1.5).look) as phases:
+        for phase, unit in phases:
+            unit.score(lambda name, text: scoring.score(name, env, text, example), {"a": ""})
 except UserError as error:
     print(error)
 """

@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 
 from mint_jax import nested
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import unpack
+from mint_jax.checkpoint import Checkpoints
 from mint_jax.jobs import settings, sft, training
 
 TINY = Path(__file__).parents[2] / "configs" / "tiny" / "sft.py"
@@ -59,7 +61,7 @@ def final(workdir: Path, result: dict) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.long
-def test_adapters_restore_alone_and_a_checkpoint_of_before_still_opens(tmp_path, monkeypatch):
+def test_adapters_restore_alone_and_checkpoints_of_before_still_open(tmp_path, monkeypatch):
     workdir = tmp_path / "run"
     result = sft.run(tiny(steps=3), workdir)
     command = [sys.executable, "-c", PLAIN, str(newest(workdir)), str(tmp_path / "found.npz")]
@@ -71,26 +73,39 @@ def test_adapters_restore_alone_and_a_checkpoint_of_before_still_opens(tmp_path,
     for path, leaf in wanted.items():
         np.testing.assert_array_equal(found[path], leaf, err_msg=path)
 
-    # One tree with everything, as it was written until adapters became an item, and the shapes in lists.
-    old = tmp_path / "old"
+    for write in (whole, injected):
+        old = tmp_path / write.__name__
+        with monkeypatch.context() as patched:
+            patched.setattr(training, "Checkpoints", type("Before", (training.Checkpoints,), {"save": write}))
+            sft.run(tiny(steps=2), old)
+        assert ("adapters" in {path.name for path in newest(old).iterdir()}) == (write is injected)
+        resumed = sft.run(tiny(steps=3), old)
+        assert "adapters" in {path.name for path in newest(old).iterdir()}
+        same = final(workdir, result)
+        for path, leaf in final(old, resumed).items():
+            np.testing.assert_array_equal(leaf, same[path], err_msg=path)
+        with ocp.StandardCheckpointer() as checkpointer:
+            assert json.dumps(sorted(checkpointer.restore(newest(old) / "adapters")))
 
-    class Before(training.Checkpoints):
-        def save(self, step, arrays, extra, items=None):
-            whole = {bucket: training.TrainStack(adapters=items["adapters"][bucket], **rest) for bucket, rest in arrays.items()}
-            del extra["adapters"]
-            extra["shapes"] = next(iter(extra["shapes"].values()))
-            super().save(step, whole, extra)
 
-    with monkeypatch.context() as patched:
-        patched.setattr(training, "Checkpoints", Before)
-        sft.run(tiny(steps=2), old)
-    names = {path.name for path in newest(old).iterdir()}
-    assert "adapters" not in names
-    assert "arrays" in names
-    resumed = sft.run(tiny(steps=3), old)
-    assert "adapters" in {path.name for path in newest(old).iterdir()}
-    same = final(workdir, result)
-    for path, leaf in final(old, resumed).items():
-        np.testing.assert_array_equal(leaf, same[path], err_msg=path)
-    with ocp.StandardCheckpointer() as checkpointer:
-        assert json.dumps(sorted(checkpointer.restore(newest(old) / "adapters")))
+def whole(self, step, arrays, extra, items=None):
+    """One tree with everything, as it was written until adapters became an item, and the shapes in lists."""
+    del extra["adapters"]
+    extra["shapes"] = next(iter(extra["shapes"].values()))
+    stacks = {bucket: training.TrainStack(adapters=items["adapters"][bucket], **rest) for bucket, rest in with_numbers(arrays).items()}
+    Checkpoints.save(self, step, stacks, extra)
+
+
+def injected(self, step, arrays, extra, items=None):
+    """AdamW's numbers a second time, as they were kept beside the moments."""
+    Checkpoints.save(self, step, with_numbers(arrays), extra, items)
+
+
+def with_numbers(arrays):
+    """Stacks whose optimizer state is that of ``optax.inject_hyperparams``."""
+    names = ("learning_rate", "b1", "b2", "eps", "weight_decay", "max_grad_norm")
+    out = {}
+    for bucket, rest in arrays.items():
+        numbers = {name: getattr(rest["hyper"], name) for name in names}
+        out[bucket] = rest | {"opt": optax.schedules.InjectStatefulHyperparamsState(rest["steps"], numbers, {}, rest["opt"])}
+    return out

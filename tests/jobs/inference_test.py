@@ -1,4 +1,4 @@
-"""score, sample, import, export and evaluate: whole jobs on a directory, against torch and PEFT."""
+"""score and sample: whole jobs on a directory, against torch and PEFT; import and export between them."""
 
 import errno
 import json
@@ -13,10 +13,11 @@ import pytest
 import torch
 from ml_collections import ConfigDict
 
+from mint_jax.catalog.cli.parser import main
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import pack, unpack
 from mint_jax.errors import Interrupted, UserError
-from mint_jax.jobs import JOBS, export, import_, sample, score
+from mint_jax.jobs import JOBS, sample, score
 from mint_jax.jobs.output import Output
 from tests import oracles
 
@@ -39,6 +40,13 @@ def adapters(hf_dirs, tmp_path_factory):
         peft.get_peft_model(oracles.torch_model(hf_dirs("llama")), config).save_pretrained(folder)
         out.append(str(folder))
     return out
+
+
+def import_peft(base: str, source: str, policy: str, catalog: str) -> str:
+    """The digest of the revision that the catalog's command makes of a PEFT directory."""
+    assert main([f"--catalog={catalog}", "import", source, f"--base={base}", f"--policy={policy}"]) == 0
+    with Catalog.open(catalog) as opened:
+        return opened.resolve(policy).digest
 
 
 def torch_logprobs(directory, adapter, tokens):
@@ -104,17 +112,14 @@ def test_sample_is_greedy_as_torch_and_reports_its_logprobs(hf_dirs, adapters, r
 def test_import_then_export_gives_back_the_peft_adapter(hf_dirs, adapters, rng, tmp_path):
     base, catalog = str(hf_dirs("llama")), str(tmp_path / "catalog")
     for k, source in enumerate(adapters):
-        settings = {"base": base, "input": source, "policy": f"team/rank{k}", "catalog": catalog}
-        result = import_.run(config_of("import", **settings), tmp_path / "work")
-        assert result["name"] == f"team/rank{k}@1"
-        target = tmp_path / f"{result['revision'][:8]}"
-        settings = {"base": base, "revision": result["name"], "output": str(target), "catalog": catalog}
-        assert export.run(config_of("export", **settings), tmp_path / "work")["revision"] == result["revision"]
+        name, target = f"team/rank{k}@1", tmp_path / f"rank{k}"
+        digest = import_peft(base, source, f"team/rank{k}", catalog)
+        assert main([f"--catalog={catalog}", "export", name, str(target), f"--base={base}"]) == 0
         tokens = rng.integers(0, 97, (2, 12))
         logits = [oracles.torch_logits(peft.PeftModel.from_pretrained(oracles.torch_model(base), d), tokens) for d in (source, str(target))]
         np.testing.assert_array_equal(*logits)
         # the revision itself scores as the PEFT directory does, by any of its names
-        names = (source, result["name"], f"team/rank{k}@latest", f"team/rank{k}", result["revision"], result["revision"][:12])
+        names = (source, name, f"team/rank{k}@latest", f"team/rank{k}", digest, digest[:12])
         write_lines(tmp_path / "in.jsonl", [{"tokens": tokens[0].tolist(), "adapter": a} for a in names])
         fields = {"base": base, "input": str(tmp_path / "in.jsonl"), "output": str(tmp_path / "out.jsonl"), "max_tokens": 64}
         score.run(config_of("score", **fields, catalog=catalog), tmp_path / "work")
@@ -125,8 +130,7 @@ def test_import_then_export_gives_back_the_peft_adapter(hf_dirs, adapters, rng, 
 
 def test_sampled_tokens_name_their_revision(hf_dirs, adapters, tmp_path):
     base, catalog = str(hf_dirs("llama")), str(tmp_path / "catalog")
-    settings = {"base": base, "input": adapters[0], "policy": "p", "catalog": catalog}
-    digest = import_.run(config_of("import", **settings), tmp_path / "work")["revision"]
+    digest = import_peft(base, adapters[0], "p", catalog)
     write_lines(
         tmp_path / "in.jsonl", [{"tokens": [5, 6], "adapter": "p@latest"}, {"tokens": [5, 6]}, {"tokens": [7], "adapter": adapters[0]}]
     )
@@ -148,18 +152,17 @@ def test_sampled_tokens_name_their_revision(hf_dirs, adapters, tmp_path):
 )
 def test_an_unknown_name_is_refused(name, catalog, says, hf_dirs, adapters, tmp_path):
     base = str(hf_dirs("llama"))
-    settings = {"base": base, "input": adapters[0], "policy": "p", "catalog": str(tmp_path / "here")}
-    import_.run(config_of("import", **settings), tmp_path / "work")
-    place = str(tmp_path / catalog) if catalog else ""
+    import_peft(base, adapters[0], "p", str(tmp_path / "here"))
+    write_lines(tmp_path / "in.jsonl", [{"tokens": [5, 6], "adapter": name}])
+    fields = {"base": base, "catalog": str(tmp_path / catalog) if catalog else "", "input": str(tmp_path / "in.jsonl")}
     with pytest.raises(UserError, match=says):
-        export.run(config_of("export", base=base, revision=name, catalog=place, output=str(tmp_path / "out")), tmp_path / "work")
+        score.run(config_of("score", **fields, output=str(tmp_path / "out")), tmp_path / "work")
     assert not (tmp_path / "nowhere").exists()
 
 
 def test_adapter_of_another_base_is_refused(hf_dirs, adapters, tmp_path):
     catalog = str(tmp_path / "catalog")
-    settings = {"base": str(hf_dirs("llama")), "input": adapters[0], "policy": "p", "catalog": catalog}
-    import_.run(config_of("import", **settings), tmp_path / "work")
+    import_peft(str(hf_dirs("llama")), adapters[0], "p", catalog)
     write_lines(tmp_path / "in.jsonl", [{"tokens": [1, 2], "adapter": "p@1"}])
     fields = {"base": str(hf_dirs("llama_bias")), "input": str(tmp_path / "in.jsonl"), "output": str(tmp_path / "o"), "max_tokens": 64}
     with pytest.raises(UserError, match="load its own base"):
@@ -303,7 +306,7 @@ def test_a_name_that_means_another_revision_by_now_is_refused(hf_dirs, adapters,
     base, catalog = str(hf_dirs("llama")), str(tmp_path / "catalog")
     write_lines(tmp_path / "in.jsonl", [{"tokens": [5, 6], "adapter": "p@latest"}] * 3)
     fields = {"base": base, "catalog": catalog, "input": str(tmp_path / "in.jsonl"), "output": str(tmp_path / "out"), "max_tokens": 2}
-    import_.run(config_of("import", base=base, input=adapters[0], policy="p", catalog=catalog), tmp_path / "work")
+    import_peft(base, adapters[0], "p", catalog)
     for kind, says in ((Interrupted, "2 of 3 rows are"), (UserError, r"2 of 3 rows of a run with adapter p@latest '[0-9a-f]{64}'")):
         with monkeypatch.context() as patch:
             interrupt(patch, types.SimpleNamespace(module=score))

@@ -74,7 +74,6 @@ def test_what_a_file_leaves_out_has_its_default_and_can_be_set(own):
         ("configs/tiny/grpo_moe.py", "--config.router_noise=0.3", "--config.policies.*.sampling.replay=False"),
         ("configs/scale_up/tiny.py", "--config.topology=smallest", "--config.model.sliding_window=128"),
         ("configs/bench/catalog_scale.py", "--config.entries=(10000,)", "--config.peer.python=~/peer/bin/python"),
-        ("configs/export.py", "--config.revision=adder@latest", "--config.output=DIR"),
     ],
     ids=lambda c: "+".join(c).replace("--config.", "").replace("configs/", ""),
 )

@@ -5,10 +5,11 @@ import json
 
 import pytest
 
+from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.jobs import JOBS
 from tests.laws.configs_trace_test import NAMES, load, pretrained  # noqa: F401 (a fixture)
 
-SMALL = ("configs/tiny/sft.py", "configs/export.py", "configs/import.py", "configs/sample.py", "configs/score.py", "configs/evaluate.py")
+SMALL = ("configs/tiny/sft.py", "configs/sample.py", "configs/score.py", "configs/evaluate.py")
 TRAIN = [name for name in NAMES if load(name).job in ("grpo", "sft", "dpo")]
 ELSEWHERE = ("bench", "scale_up", "pretrain")  # benches_test, scale_up_test, and the base that the other configs train here
 
@@ -23,14 +24,12 @@ def test_all_configs_are_run_somewhere():
 
 
 @pytest.mark.long
-def test_what_training_leaves_is_exported_imported_sampled_scored_and_evaluated(tmp_path):
+def test_what_training_leaves_is_sampled_scored_and_evaluated(tmp_path):
     catalog, base = f"--config.catalog={tmp_path / 'catalog'}", "--config.base=tiny-random"
     trained = run("configs/tiny/sft.py", tmp_path / "sft", catalog, "--config.steps=2")
     revision = next(p["revision"] for p in trained["policies"] if p["name"] == "adder")
-    peft = tmp_path / "peft"
-    run("configs/export.py", tmp_path / "export", base, catalog, "--config.revision=adder@latest", f"--config.output={peft}")
-    imported = run("configs/import.py", tmp_path / "import", base, catalog, f"--config.input={peft}", "--config.policy=again")
-    assert imported["revision"] == revision
+    with Catalog.open(tmp_path / "catalog") as opened:
+        opened.branch("again", "adder@latest")
     asked = tmp_path / "in.jsonl"
     asked.write_text("".join(json.dumps({"prompt": "1 + 2 =", "adapter": adapter}) + "\n" for adapter in ("adder@latest", "again@latest")))
     files = (f"--config.input={asked}", f"--config.output={tmp_path / 'out.jsonl'}")

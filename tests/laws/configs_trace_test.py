@@ -24,7 +24,7 @@ from mint_jax.rollout import generate
 from mint_jax.rollout.engine import Request, _arrays
 from mint_jax.train import state as state_lib
 from mint_jax.train import step
-from mint_jax.train.batch import Group, Sequence, pack
+from mint_jax.train.batch import Group, TrainSequence, pack
 from mint_jax.train.trainer import stack_coefs
 
 ROOT = Path(__file__).parents[2]
@@ -69,7 +69,7 @@ def training_groups(config, base):
         out = {}
         for m in grpo.members_of(config, base):
             tokens = [5] * m.sampling.max_tokens
-            sampled = Sequence(tokens, [1.0] * len(tokens), [0.5] * len(tokens), [-1.0] * len(tokens))
+            sampled = TrainSequence(tokens, [1.0] * len(tokens), [0.5] * len(tokens), [-1.0] * len(tokens))
             out[m.name] = [Group(prompt, [sampled] * m.sampling.group_size) for prompt in m.prompts[: m.sampling.prompts]]
         return out
     kind = {"sft": sft.SFT, "dpo": dpo.DPO}[config.job]

@@ -20,7 +20,7 @@ from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.checkpoint import Checkpoints
 from mint_jax.jobs import grpo
 from mint_jax.lora.tree import AdapterConfig
-from mint_jax.train.batch import Group, Sequence
+from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 
@@ -40,7 +40,9 @@ def make(base, seed) -> Trainer:
 
 def random_groups(rng, vocab, lengths=(6, 4)):
     def sequence(n):
-        return Sequence(rng.integers(3, vocab, n).tolist(), [0.1] * n, rng.normal(size=n).tolist(), (-rng.exponential(size=n)).tolist())
+        return TrainSequence(
+            rng.integers(3, vocab, n).tolist(), [0.1] * n, rng.normal(size=n).tolist(), (-rng.exponential(size=n)).tolist()
+        )
 
     return [Group(rng.integers(3, vocab, 4).tolist(), [sequence(n) for n in lengths]) for _ in range(2)]
 

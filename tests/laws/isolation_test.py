@@ -20,7 +20,7 @@ from mint_jax.models import expert_parallel
 from mint_jax.rollout.engine import DenseEngine, Request
 from mint_jax.rollout.score import Scorer
 from mint_jax.train import state as state_lib
-from mint_jax.train.batch import Group, Sequence
+from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 from tests import oracles
@@ -41,7 +41,9 @@ def make(base, optimizer=USUAL, loss=LossConfig("importance_sampling")) -> Train
 
 def random_groups(rng, vocab, prompts=2, lengths=(6, 4)):
     def sequence(n):
-        return Sequence(rng.integers(3, vocab, n).tolist(), [0.1] * n, rng.normal(size=n).tolist(), (-rng.exponential(size=n)).tolist())
+        return TrainSequence(
+            rng.integers(3, vocab, n).tolist(), [0.1] * n, rng.normal(size=n).tolist(), (-rng.exponential(size=n)).tolist()
+        )
 
     return [Group(rng.integers(3, vocab, 4).tolist(), [sequence(n) for n in lengths]) for _ in range(prompts)]
 

@@ -17,7 +17,7 @@ from mint_jax.rollout.engine import DenseEngine, Request
 from mint_jax.rollout.sample import SamplingParams
 from mint_jax.rollout.score import next_token_logprobs
 from mint_jax.train import step
-from mint_jax.train.batch import Group, Sequence, pack
+from mint_jax.train.batch import Group, TrainSequence, pack
 from mint_jax.train.trainer import LossConfig, PolicyConfig, ShapeBook, Trainer, stack_coefs
 
 RANKS = (1, 3, 3)  # buckets 1, 4, 4
@@ -28,7 +28,9 @@ def random_groups(rng, vocab, lengths=(6, 4)):
     """Two prompts of 4 tokens, each with a sampled sequence of each length."""
 
     def sequence(n):
-        return Sequence(rng.integers(3, vocab, n).tolist(), [0.1] * n, rng.normal(size=n).tolist(), (-rng.exponential(size=n)).tolist())
+        return TrainSequence(
+            rng.integers(3, vocab, n).tolist(), [0.1] * n, rng.normal(size=n).tolist(), (-rng.exponential(size=n)).tolist()
+        )
 
     return [Group(rng.integers(3, vocab, 4).tolist(), [sequence(n) for n in lengths]) for _ in range(2)]
 

@@ -9,7 +9,7 @@ from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import transformer
 from mint_jax.rollout.engine import DenseEngine, Request
 from mint_jax.rollout.score import Scorer
-from mint_jax.train.batch import Group, Sequence
+from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 
 # Float32: decoding adds up the same products as the full forward, in another order. A logit is a sum of up to D = 576 terms behind
@@ -67,7 +67,7 @@ def test_sampler_scorer_and_trainer_agree(model, tiny_base, rng, request):
     groups = {name: [] for name in RANKS}
     for k, name in enumerate(RANKS):
         for r, completions in zip(requests[4 * k : 4 * k + 4], results[4 * k : 4 * k + 4]):
-            sequences = [Sequence(c.tokens, [1.0] * len(c.tokens), [0.0] * len(c.tokens), c.logprobs) for c in completions]
+            sequences = [TrainSequence(c.tokens, [1.0] * len(c.tokens), [0.0] * len(c.tokens), c.logprobs) for c in completions]
             groups[name].append(Group(list(r.prompt), sequences))
     rows = trainer.forward_backward(groups)  # prompts packed with their rollouts, policies in one batch
     for k, name in enumerate(RANKS):

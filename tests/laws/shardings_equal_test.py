@@ -17,7 +17,7 @@ from mint_jax.models import hf, transformer
 from mint_jax.models.config import from_hf
 from mint_jax.rollout.engine import DenseEngine, Request
 from mint_jax.rollout.score import Scorer
-from mint_jax.train.batch import Group, Sequence
+from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 
@@ -138,7 +138,7 @@ def pose(family, checkpoint):
         return rng.integers(3, DENSE["vocab_size"], n).tolist()
 
     def sequence(n):
-        return Sequence(ids(n), [0.1] * n, rng.normal(size=n).tolist(), (-rng.exponential(size=n)).tolist())
+        return TrainSequence(ids(n), [0.1] * n, rng.normal(size=n).tolist(), (-rng.exponential(size=n)).tolist())
 
     specs = transformer.abstract(base.cfg)
     shapes = {n: lora_tree.adapter_specs(specs, c) for n, c in configs.items()}

@@ -13,7 +13,7 @@ from mint_jax.rollout import generate, score
 from mint_jax.rollout.engine import DenseEngine, Request
 from mint_jax.rollout.score import Scorer
 from mint_jax.train import step
-from mint_jax.train.batch import Group, Sequence
+from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 
 RANKS = {"a": 3, "b": 3, "c": 1}
@@ -50,7 +50,7 @@ def grpo_step(trainer, engine, scorer, rng, lengths) -> None:
         owners.append(name)
     groups = {name: [] for name in RANKS}
     for name, request, completions in zip(owners, requests, engine.generate(requests, trainer.stacks)):
-        sequences = [Sequence(c.tokens, [0.1] * len(c.tokens), [rng.normal()] * len(c.tokens), c.logprobs) for c in completions]
+        sequences = [TrainSequence(c.tokens, [0.1] * len(c.tokens), [rng.normal()] * len(c.tokens), c.logprobs) for c in completions]
         groups[name].append(Group(list(request.prompt), sequences))
     scorer.logprobs([r.prompt for r in requests], [r.adapter for r in requests], trainer.stacks)
     trainer.update(groups)
@@ -91,7 +91,7 @@ def test_a_changing_subset_of_policies_compiles_each_subset_once(tiny_base, rng)
 
     def update(names):
         def sequence():
-            return Sequence(rng.integers(3, base.cfg.vocab_size, 6).tolist(), [0.1] * 6, rng.normal(size=6).tolist(), [-1.0] * 6)
+            return TrainSequence(rng.integers(3, base.cfg.vocab_size, 6).tolist(), [0.1] * 6, rng.normal(size=6).tolist(), [-1.0] * 6)
 
         trainer.update({n: [Group(rng.integers(3, base.cfg.vocab_size, 4).tolist(), [sequence()]) for _ in range(2)] for n in names})
 

@@ -89,7 +89,7 @@ def check(fn, args, cfg, rows: int, passes: int, unembed: Counter) -> None:
 
 
 def bound_specs(cfg, slots: dict[int, int]):
-    """``Bound`` of the buckets as shapes."""
+    """``BoundAdapters`` of the buckets as shapes."""
     specs = transformer.abstract(cfg)
 
     def bind():

@@ -11,7 +11,7 @@ import torch
 
 from mint_jax import params as params_lib
 from mint_jax.lora import tree
-from mint_jax.lora.apply import Bound, batch_delta, embedding_delta, lora_delta
+from mint_jax.lora.apply import BoundAdapters, batch_delta, embedding_delta, lora_delta
 from mint_jax.lora.tree import LINEAR_TARGETS, AdapterConfig
 from mint_jax.models import transformer
 from tests import oracles
@@ -135,7 +135,7 @@ def test_deltas_go_to_the_rows_of_their_own_block(rng):
     """Two buckets, two blocks in the first; the second bucket and the base blocks do not target this projection."""
     x_BTD = rng.normal(size=(8, 3, 5)).astype(np.float32)
     a_PRD, b_PRF = rng.normal(size=(2, 4, 5)).astype(np.float32), rng.normal(size=(2, 4, 6)).astype(np.float32)
-    bound = Bound(({"a": jnp.asarray(a_PRD), "b": jnp.asarray(b_PRF)}, {}), (2, 1), base_blocks=1)
+    bound = BoundAdapters(({"a": jnp.asarray(a_PRD), "b": jnp.asarray(b_PRF)}, {}), (2, 1), base_blocks=1)
     got = batch_delta(jnp.asarray(x_BTD), bound, 6)
     expected = np.zeros((8, 3, 6))
     for row in range(4):
@@ -147,7 +147,7 @@ def test_deltas_go_to_the_rows_of_their_own_block(rng):
 def test_embedding_deltas_are_rows_of_a_times_b(rng):
     tokens_BT = rng.integers(0, 13, (4, 3))
     a_PRV, b_PRF = rng.normal(size=(2, 4, 13)).astype(np.float32), rng.normal(size=(2, 4, 6)).astype(np.float32)
-    bound = Bound(({"a": jnp.asarray(a_PRV), "b": jnp.asarray(b_PRF)},), (2,))
+    bound = BoundAdapters(({"a": jnp.asarray(a_PRV), "b": jnp.asarray(b_PRF)},), (2,))
     got = embedding_delta(jnp.asarray(tokens_BT), bound, 6, jnp.float32)
     one_hot_BTV = np.eye(13)[tokens_BT]
     expected = np.stack([one_hot_BTV[r] @ a_PRV[r // 2].T @ b_PRF[r // 2] for r in range(4)])
@@ -155,7 +155,7 @@ def test_embedding_deltas_are_rows_of_a_times_b(rng):
 
 
 def test_a_projection_nobody_targets_has_no_delta():
-    bound = Bound(({"other": {"a": 0, "b": 0}}, {}), (1, 1), base_blocks=1)
+    bound = BoundAdapters(({"other": {"a": 0, "b": 0}}, {}), (1, 1), base_blocks=1)
     assert batch_delta(jnp.ones((3, 2, 5)), bound.at("q"), 6) is None
     assert bound.total_blocks == 3
 
@@ -163,4 +163,4 @@ def test_a_projection_nobody_targets_has_no_delta():
 def test_rows_that_do_not_fall_into_equal_blocks_are_refused():
     factors = {"a": jnp.ones((2, 1, 5)), "b": jnp.ones((2, 1, 6))}
     with pytest.raises(ValueError, match="5 rows do not fall into 3 equal blocks"):
-        batch_delta(jnp.ones((5, 2, 5)), Bound((factors,), (2,), base_blocks=1), 6)
+        batch_delta(jnp.ones((5, 2, 5)), BoundAdapters((factors,), (2,), base_blocks=1), 6)

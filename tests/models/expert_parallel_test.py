@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mint_jax import sharding
-from mint_jax.lora.apply import Bound
+from mint_jax.lora.apply import BoundAdapters
 from mint_jax.mesh import make_mesh
 from mint_jax.models import expert_parallel
 from mint_jax.models.expert_parallel import AllToAll, Gather, routed
@@ -34,7 +34,7 @@ def _problem(rng, routing="random", rows=2):
     p = {n: {"w": _normal(rng, (E, *ends), ends[0] ** -0.5)} for n, ends in ENDS.items()}
     counts = {2: 2, 4: 1}
     buckets = tuple({n: {f: _normal(rng, (P, E, r, ENDS[n][f == "b"]), 0.4) for f in "ab"} for n in ENDS} for r, P in counts.items())
-    lora = Bound(buckets, tuple(counts.values()), 1)
+    lora = BoundAdapters(buckets, tuple(counts.values()), 1)
     B = rows * lora.total_blocks
     ids = np.argsort(rng.random((B, T, E)), axis=-1)[..., :X].astype(np.int32)
     ids[rng.random(ids.shape) < 0.1] = -1
@@ -101,7 +101,7 @@ def test_no_token_is_dropped_when_all_go_to_one_place(routing, way, rng):
     problem = _problem(rng, routing, rows=4)
     _assert_equal(_over_mesh(MESHES["expert4-tensor2"], *problem), jax.device_get(_run(*problem)))
     visits = 16 * T // 8  # a device's share of the tokens, all for one other device
-    assert all(exchange.room < visits for exchange in way if isinstance(exchange, AllToAll)), "one round must not be enough"
+    assert all(exchange.capacity < visits for exchange in way if isinstance(exchange, AllToAll)), "one round must not be enough"
 
 
 def test_rows_that_the_mesh_does_not_divide(way, rng):
@@ -111,7 +111,7 @@ def test_rows_that_the_mesh_does_not_divide(way, rng):
 
 def test_a_base_without_adapters(way, rng):
     x, ids, weights, p, _, g = _problem(rng)
-    problem = x, ids, weights, p, Bound((), (), 1), g
+    problem = x, ids, weights, p, BoundAdapters((), (), 1), g
     _assert_equal(_over_mesh(MESHES["expert4-tensor2"], *problem), jax.device_get(_run(*problem)))
 
 
@@ -123,11 +123,11 @@ def test_few_tokens_are_gathered_and_many_exchanged():
     assert isinstance(exchange, AllToAll)
     assert exchange.blocks == 1
     pairs = -(-(most + 1) // 2) * X  # the two devices of ``tensor`` share the work
-    assert exchange.room >= expert_parallel.SLACK * pairs / 8
-    assert exchange.room < expert_parallel.SLACK * pairs / 8 + 8, "what a device sends at once must not grow with the number of devices"
+    assert exchange.capacity >= expert_parallel.SLACK * pairs / 8
+    assert exchange.capacity < expert_parallel.SLACK * pairs / 8 + 8, "what a device sends at once must not grow with the number of devices"
 
     many = expert_parallel._exchange(mesh, 2 * most, X, 2, most // 4)  # a device's share are four policies' tokens
-    assert (many.blocks, many.blocks * many.room) == (4, expert_parallel._exchange(mesh, 2 * most, X, 2, 8 * most).room), (
+    assert (many.blocks, many.blocks * many.capacity) == (4, expert_parallel._exchange(mesh, 2 * most, X, 2, 8 * most).capacity), (
         "as much is sent for many policies as for one"
     )
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from mint_jax.lora.apply import Bound
+from mint_jax.lora.apply import BoundAdapters
 from mint_jax.models.expert_parallel import routed
 from mint_jax.models.experts import sort_rows
 
@@ -37,7 +37,7 @@ def _problem(rng, name):
     for i, (rank, P) in enumerate(counts.items()):
         names = [n for n in WIDTHS if i or n not in PARTLY.get(name, ())]
         buckets.append({n: {f: _normal(rng, (P, E, rank, WIDTHS[n][f == "b"]), 0.4) for f in "ab"} for n in names})
-    lora = Bound(tuple(buckets), tuple(counts.values()), base)
+    lora = BoundAdapters(tuple(buckets), tuple(counts.values()), base)
     B = 2 * lora.total_blocks
     ids = np.argsort(rng.random((B, T, E)), axis=-1)[..., :X].astype(np.int32)
     ids[rng.random(ids.shape) < 0.2] = -1  # visits nobody

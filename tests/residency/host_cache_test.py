@@ -1,4 +1,4 @@
-"""The host cache: budget, worth, leases, pins, quotas; against a model, from many threads, and in bytes of memory."""
+"""The host cache: budget, scores, leases, pins, quotas; against a model, from many threads, and in bytes of memory."""
 
 import gc
 import threading
@@ -47,9 +47,9 @@ def test_frequency_outweighs_recency_until_it_has_decayed():
     cache = HostCache(2, half_life_s=10.0, clock=clock, on_evict=gone.append)
     put(cache, "x", 1)
     for _ in range(7):
-        touch(cache, "x")  # worth 8
+        touch(cache, "x")  # score 8
     clock.advance(10)
-    put(cache, "y", 1)  # worth 1 beside 4
+    put(cache, "y", 1)  # score 1 beside 4
     put(cache, "z", 1)
     assert gone == ["y"]
     clock.advance(40)
@@ -94,7 +94,7 @@ def test_a_reserved_buffer_is_seen_only_when_confirmed_and_takes_room_at_once():
 def test_a_quota_makes_a_tenant_evict_its_own():
     quotas = Quotas(named={"small": Quota(host_bytes=10, host_entries=2)})
     cache = HostCache(100, quotas, clock=Clock())
-    put(cache, "others", 50, "big", seconds=1e-3)  # of least worth
+    put(cache, "others", 50, "big", seconds=1e-3)  # of the lowest score
     put(cache, "x", 4, "small")
     put(cache, "y", 4, "small", seconds=2.0)
     assert put(cache, "z", 4, "small", seconds=3.0)

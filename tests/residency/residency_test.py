@@ -54,9 +54,9 @@ class Storage:
 class World:
     """A base, a storage with random adapters, and a residency over both."""
 
-    def __init__(self, rng, base, rooms=None, host_bytes=1 << 30, targets=("q", "v"), piece_bytes=None, finite=(), **settings):
+    def __init__(self, rng, base, capacities=None, host_bytes=1 << 30, targets=("q", "v"), piece_bytes=None, finite=(), **settings):
         self.rng, self.base, self.specs, self.storage = rng, base, transformer.abstract(base.cfg), Storage()
-        self.slots = DeviceSlots(self.specs, rooms or {2: 2}, targets, piece_bytes=piece_bytes)
+        self.slots = DeviceSlots(self.specs, capacities or {2: 2}, targets, piece_bytes=piece_bytes)
         admission = Admission(base.fingerprint, self.specs, {b: self.slots.targets(b) for b in self.slots.stacks}, finite)
         self.registry = CollectorRegistry()
         settings["metrics"] = Metrics(self.registry)
@@ -141,7 +141,7 @@ def test_sixteen_requests_for_one_revision_are_one_load(world):
 
 def test_a_lease_keeps_its_slot_and_the_next_waits_for_it(world):
     """Law 10, with one slot: the second revision is loaded only when the first lease ends."""
-    w = world(rooms={2: 1})
+    w = world(capacities={2: 1})
     first, second = w.new(), w.new()
     a = w.residency.acquire(first)
     w.settle(a)
@@ -165,7 +165,7 @@ def test_a_lease_keeps_its_slot_and_the_next_waits_for_it(world):
 
 def test_a_waiting_load_holds_no_host_memory(world):
     """A host cache for one: what waits for a slot is fetched again rather than kept beside its budget."""
-    w = world(rooms={2: 1})
+    w = world(capacities={2: 1})
     digests = [w.new() for _ in range(3)]
     w.residency.host.budget_bytes = max(len(x) for x in w.storage.objects.values())
     futures = [w.residency.acquire(d) for d in digests]
@@ -214,7 +214,7 @@ WRONG = {
     "not packed": "not a packed adapter",
     "base": "was trained on base 111111111111",
     "rank": "there are slots for rank buckets 2",
-    "targets": "adapts unembed, for which the slots have no room",
+    "targets": "adapts unembed, which the slots do not hold",
     "shape": r"has shape .*; this base and rank 2 need",
     "missing": "is missing, though its config targets it",
     "strange": "is not among the targets",
@@ -303,7 +303,7 @@ def test_large_objects_are_verified_by_many_threads_or_by_the_nice_one(world, ni
 
 
 def test_a_load_that_fails_on_the_device_frees_its_slot(world, monkeypatch):
-    w = world(rooms={2: 1})
+    w = world(capacities={2: 1})
     monkeypatch.setattr(w.slots, "stage", lambda *_: (_ for _ in ()).throw(MemoryError("device full")))
     with pytest.raises(MemoryError, match="device full"):
         w.residency.acquire(w.new()).result(LONG)
@@ -357,7 +357,7 @@ def test_a_cancelled_request_is_withdrawn_and_the_others_are_served(world):
 
 
 def test_a_request_cancelled_while_it_waits_for_a_slot_gives_up_its_place(world):
-    w = world(rooms={2: 1})
+    w = world(capacities={2: 1})
     a, b, c = (w.new() for _ in range(3))
     first = w.residency.acquire(a)
     w.settle(first)
@@ -372,7 +372,7 @@ def test_a_request_cancelled_while_it_waits_for_a_slot_gives_up_its_place(world)
 
 
 def test_a_prefetch_takes_a_free_slot_but_evicts_nobody(world):
-    w = world(rooms={2: 1})
+    w = world(capacities={2: 1})
     first, second = w.new(), w.new()
     assert w.residency.prefetch(first)
     w.until(lambda: w.residency.commit_ready() == 1)
@@ -386,7 +386,7 @@ def test_a_prefetch_takes_a_free_slot_but_evicts_nobody(world):
 
 
 def test_a_pin_keeps_slot_and_bytes_and_when_all_is_pinned_the_reason_is_told(world):
-    w = world(rooms={2: 1})
+    w = world(capacities={2: 1})
     pinned, other = w.new(), w.new()
     assert w.residency.pin(pinned)
     w.until(lambda: w.residency.commit_ready() == 1)
@@ -400,7 +400,7 @@ def test_a_pin_keeps_slot_and_bytes_and_when_all_is_pinned_the_reason_is_told(wo
 
 
 def test_a_load_that_waits_hears_when_the_last_slot_is_pinned(world):
-    w = world(rooms={2: 1})
+    w = world(capacities={2: 1})
     first = w.residency.acquire(a := w.new())
     w.settle(first)
     second = w.residency.acquire(w.new())
@@ -425,7 +425,7 @@ def test_a_dropped_revision_goes_when_its_requests_have_ended(world):
 
 
 def test_a_tenant_over_its_quota_of_slots_waits_for_its_own(world):
-    w = world(rooms={2: 3}, quotas=Quotas(named={"small": Quota(slots=1)}))
+    w = world(capacities={2: 3}, quotas=Quotas(named={"small": Quota(slots=1)}))
     first = w.residency.acquire(w.new(), "small")
     w.settle(first)
     second = w.residency.acquire(w.new(), "small")
@@ -454,7 +454,7 @@ def test_close_ends_every_request(rng, tiny_base):
 
 
 def test_metrics_count_what_happened(world):
-    w = world(rooms={2: 1}, depth=1)
+    w = world(capacities={2: 1}, depth=1)
 
     def value(name, **labels):
         return w.registry.get_sample_value(f"mint_residency_{name}", labels)
@@ -489,7 +489,7 @@ def test_metrics_count_what_happened(world):
 
 def test_many_threads_get_what_they_asked_for(rng, world):
     """Six threads, nine revisions, three slots, a host cache for four: every lease's slot holds its revision while it lasts."""
-    w = world(rooms={2: 2, 1: 1}, workers=3)
+    w = world(capacities={2: 2, 1: 1}, workers=3)
     digests = [w.new(rank=1 + i % 2) for i in range(9)]
     w.residency.host.budget_bytes = sum(sorted(len(x) for x in w.storage.objects.values())[-4:])
     truth = {d: unpack(w.storage.objects[d])[0]["dense"]["attn"]["q"]["a"] for d in digests}
@@ -549,7 +549,7 @@ def test_sampling_from_loaded_slots_equals_sampling_with_the_adapters_themselves
         draw = lambda _, s: (rng.normal(size=s.shape) * 0.7 * s.shape[-1] ** -0.5).astype(np.float32)  # noqa: E731
         adapters = {n: (c, params_lib.map_with_path(draw, lora_tree.adapter_specs(specs, c))) for n, c in configs.items()}
         targets = (lora_tree.ALL_LINEAR,)
-    w = World(rng, base, rooms={1: 1, 8: 2}, targets=targets, piece_bytes=4000)
+    w = World(rng, base, capacities={1: 1, 8: 2}, targets=targets, piece_bytes=4000)
     digests = {name: w.storage.add(adapter, config, base.fingerprint) for name, (config, adapter) in adapters.items()}
     for _ in range(2):  # others pass through the slots first
         for lease in w.residency.wait_for([w.new(rank=8), w.new(rank=1)]):

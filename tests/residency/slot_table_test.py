@@ -13,8 +13,8 @@ from tests.residency.clock import Clock
 SIZES = {1: 1, 8: 8}
 
 
-def make(rooms, quotas=None, gone=None, clock=None) -> SlotTable:
-    return SlotTable(rooms, SIZES, quotas, 10.0, clock or Clock(), None if gone is None else gone.append)
+def make(capacities, quotas=None, gone=None, clock=None) -> SlotTable:
+    return SlotTable(capacities, SIZES, quotas, 10.0, clock or Clock(), None if gone is None else gone.append)
 
 
 def fill(table, bucket, digest, tenant="a", seconds=1.0):
@@ -37,7 +37,7 @@ def test_a_slot_is_leased_only_when_filled():
     assert table.state()[8] == {"slots": 2, "free": 1, "filling": 0, "leased": 1, "leases": 1, "pinned": 0}
 
 
-def test_of_those_nobody_uses_the_one_of_least_worth_goes():
+def test_of_those_nobody_uses_the_one_of_the_lowest_score_goes():
     clock, gone = Clock(), []
     table = make({1: 3}, gone=gone, clock=clock)
     for name, seconds in (("x", 3.0), ("y", 1.0), ("z", 2.0)):
@@ -78,7 +78,7 @@ def test_a_quota_of_slots_takes_only_the_tenants_own_in_any_bucket():
     fill(table, 1, "x", "t")
     fill(table, 8, "y", "t", seconds=9.0)
     table.lease("y")
-    assert fill(table, 8, "z", "t"), "x of the other bucket makes room"
+    assert fill(table, 8, "z", "t"), "x of the other bucket leaves a slot"
     assert gone == ["x"]
     table.lease("z")
     assert table.reserve(1, "n", "t") is None, "both are in use"
@@ -127,8 +127,8 @@ class Against(RuleBasedStateMachine):
 
     @initialize(one=st.integers(1, 3), eight=st.integers(1, 3), quota=st.integers(1, 4))
     def start(self, one, eight, quota):
-        self.rooms, self.clock, self.evicted, self.quota = {1: one, 8: eight}, Clock(), [], quota
-        self.table = make(self.rooms, Quotas(named={"t1": Quota(slots=quota)}), self.evicted, self.clock)
+        self.capacities, self.clock, self.evicted, self.quota = {1: one, 8: eight}, Clock(), [], quota
+        self.table = make(self.capacities, Quotas(named={"t1": Quota(slots=quota)}), self.evicted, self.clock)
         self.here: dict[str, dict] = {}
         self.pinned: set[str] = set()
 
@@ -141,15 +141,15 @@ class Against(RuleBasedStateMachine):
         if digest in self.here:
             return
         inside = [d for d in self.here if self.here[d]["slot"].bucket == bucket]
-        if sum(d in self.pinned for d in inside) == self.rooms[bucket]:
+        if sum(d in self.pinned for d in inside) == self.capacities[bucket]:
             with pytest.raises(UserError, match="pinned"):
                 self.table.reserve(bucket, digest, tenant)
             return
         idle = {d for d in self.here if self.idle(d)}
         own = {d for d in self.here if self.here[d]["tenant"] == tenant}
         over = tenant == "t1" and len(own) >= self.quota
-        room = len(inside) < self.rooms[bucket] or idle & set(inside)
-        possible = bool(room) and (not over or bool(own & idle))
+        free = len(inside) < self.capacities[bucket] or idle & set(inside)
+        possible = bool(free) and (not over or bool(own & idle))
         slot = self.table.reserve(bucket, digest, tenant)
         assert (slot is not None) == possible
         gone, self.evicted[:] = list(self.evicted), []
@@ -204,11 +204,11 @@ class Against(RuleBasedStateMachine):
         slots = [mine["slot"] for mine in self.here.values()]
         assert len(set(slots)) == len(slots), "two revisions in one slot"
         assert sum(mine["tenant"] == "t1" for mine in self.here.values()) <= self.quota
-        for bucket, room in self.rooms.items():
+        for bucket, capacity in self.capacities.items():
             inside = [mine for mine in self.here.values() if mine["slot"].bucket == bucket]
-            assert all(0 <= mine["slot"].index < room for mine in inside)
+            assert all(0 <= mine["slot"].index < capacity for mine in inside)
             state = self.table.state()[bucket]
-            assert state["free"] == room - len(inside)
+            assert state["free"] == capacity - len(inside)
             assert state["leases"] == sum(mine["leases"] for mine in inside)
         assert set(self.table.resident()) == {d for d, mine in self.here.items() if not mine["filling"]}
         assert self.table.nbytes == sum(SIZES[slot.bucket] for slot in slots)

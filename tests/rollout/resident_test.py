@@ -23,7 +23,7 @@ NAMES = ("eight", None, "one", "eight", "tables", None)
 @pytest.fixture
 def world(rng, tiny_base):
     """One slot of rank 1 and one of rank 8: ``eight`` and ``tables`` want the same."""
-    w = World(rng, tiny_base("llama"), rooms={1: 1, 8: 1}, targets=(lora_tree.ALL_LINEAR, "embed", "unembed"), piece_bytes=4000)
+    w = World(rng, tiny_base("llama"), capacities={1: 1, 8: 1}, targets=(lora_tree.ALL_LINEAR, "embed", "unembed"), piece_bytes=4000)
     w.adapters = random_adapters(rng, w.base.cfg)
     w.digests = {name: w.storage.add(adapter, config, w.base.fingerprint) for name, (config, adapter) in w.adapters.items()}
     yield w

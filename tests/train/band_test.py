@@ -18,7 +18,7 @@ from mint_jax.lora import tree
 from mint_jax.lora.tree import ALL_LINEAR, AdapterConfig
 from mint_jax.models import transformer
 from mint_jax.rollout.engine import DenseEngine, Request
-from mint_jax.train.batch import Group, Sequence
+from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.losses import Targets, policy_loss
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer, stack_coefs
 
@@ -73,7 +73,7 @@ def case(rng, tiny_base):
         prompt = tuple(int(t) for t in rng.integers(3, 97, PROMPT))
         request = Request(prompt, trainer.slots["band"], n=4, max_tokens=NEW, seed=int(rng.integers(1 << 30)))
         (completions,) = engine.generate([request], trainer.stacks)
-        sequences = [Sequence(c.tokens, [0.1] * NEW, rng.normal(size=NEW).tolist(), c.logprobs, routes=c.routes) for c in completions]
+        sequences = [TrainSequence(c.tokens, [0.1] * NEW, rng.normal(size=NEW).tolist(), c.logprobs, routes=c.routes) for c in completions]
         groups = [Group(list(prompt), sequences, routes=completions[0].prompt_routes)]
         ratio = np.exp(logprobs(base, adapter, groups) - np.array([s.old_logp for s in sequences], np.float64))
         inside = (ratio >= LOW) & (ratio <= HIGH)

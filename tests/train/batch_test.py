@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from mint_jax.data.buckets import ShapeBook
 from mint_jax.errors import UserError
-from mint_jax.train.batch import Group, Sequence, cost, pack
+from mint_jax.train.batch import Group, TrainSequence, cost, pack
 
 TOKEN, NUMBER = st.integers(1, 999), st.floats(-4, 4, width=32)
 
@@ -18,7 +18,7 @@ def sequences(draw):
     n = len(tokens)
     weights = draw(st.lists(st.sampled_from([0.0, 0.5, 1.0, -0.25]), min_size=n, max_size=n))
     columns = [draw(st.none() | st.lists(NUMBER, min_size=n, max_size=n)) for _ in range(3)]
-    return Sequence(tokens, weights, *columns)
+    return TrainSequence(tokens, weights, *columns)
 
 
 @st.composite
@@ -78,7 +78,7 @@ def test_every_target_is_there_once_and_sees_what_comes_before_it(policies, row_
 
 
 def sequence(rng, n, weight=1.0):
-    return Sequence(rng.integers(3, 97, n).tolist(), [weight] * n)
+    return TrainSequence(rng.integers(3, 97, n).tolist(), [weight] * n)
 
 
 def test_a_prompt_is_kept_once_for_all_its_rollouts_and_repeated_only_where_a_row_is_full(rng):
@@ -100,7 +100,7 @@ def test_small_groups_share_a_row_without_seeing_each_other(rng):
     assert len({int(own[batch.index[0, 1, place.start]]) for place in places[0][1:]}) == 3
 
 
-@pytest.mark.parametrize("policies", [[], [[]], [[Group([1], [])]], [[Group([1], [Sequence([2], [1.0])])], []]])
+@pytest.mark.parametrize("policies", [[], [[]], [[Group([1], [])]], [[Group([1], [TrainSequence([2], [1.0])])], []]])
 def test_a_policy_without_sequences_is_refused(policies):
     with pytest.raises(UserError, match="a policy has no sequences to train on"):
         pack(policies, ShapeBook())
@@ -109,20 +109,20 @@ def test_a_policy_without_sequences_is_refused(policies):
 @pytest.mark.parametrize(
     ("group", "message"),
     [
-        (Group([], [Sequence([2], [1.0])]), "a group has an empty prefix"),
-        (Group([1], [Sequence([2], [1.0])] * 3, pair_weight=1.0), "a preference pair has 3 sequences; expected 2"),
-        (Group([1], [Sequence([], [])]), "a sequence has 0 tokens and 0 weights; expected the same number, at least 1"),
-        (Group([1], [Sequence([2, 3], [1.0])]), "a sequence has 2 tokens and 1 weights"),
-        (Group([1] * 7, [Sequence([2] * 4, [1.0] * 4)]), "a prompt of 7 and a continuation of 4 tokens exceed the context of 10"),
+        (Group([], [TrainSequence([2], [1.0])]), "a group has an empty prefix"),
+        (Group([1], [TrainSequence([2], [1.0])] * 3, pair_weight=1.0), "a preference pair has 3 sequences; expected 2"),
+        (Group([1], [TrainSequence([], [])]), "a sequence has 0 tokens and 0 weights; expected the same number, at least 1"),
+        (Group([1], [TrainSequence([2, 3], [1.0])]), "a sequence has 2 tokens and 1 weights"),
+        (Group([1] * 7, [TrainSequence([2] * 4, [1.0] * 4)]), "a prompt of 7 and a continuation of 4 tokens exceed the context of 10"),
     ],
 )
 def test_groups_that_cannot_be_trained_on_are_refused(group, message):
     with pytest.raises(UserError, match=message):
-        pack([[Group([1], [Sequence([2], [1.0])])], [group]], ShapeBook(), context=10)
+        pack([[Group([1], [TrainSequence([2], [1.0])])], [group]], ShapeBook(), context=10)
 
 
 def test_a_sequence_may_fill_the_context():
-    batch, _ = pack([[Group([1] * 6, [Sequence([2] * 4, [1.0] * 4)])]], ShapeBook(), context=10)
+    batch, _ = pack([[Group([1] * 6, [TrainSequence([2] * 4, [1.0] * 4)])]], ShapeBook(), context=10)
     assert batch.positions.max() == 8  # the last of 10 tokens is only a target
 
 

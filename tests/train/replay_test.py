@@ -14,7 +14,7 @@ from mint_jax.models import router, transformer
 from mint_jax.models.base import Base
 from mint_jax.models.config import Experts, ModelConfig
 from mint_jax.rollout.engine import DenseEngine, Request
-from mint_jax.train.batch import Group, Sequence, mask_unrouted
+from mint_jax.train.batch import Group, TrainSequence, mask_unrouted
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 
 CFG = ModelConfig(
@@ -55,7 +55,7 @@ def rollout(base, rng, n=3):
     for request, completions in zip(requests, DenseEngine(base, keep_routes=True).generate(requests)):
         advantages = rng.normal(size=len(completions))
         sequences = [
-            Sequence(c.tokens, [1.0] * len(c.tokens), [float(a)] * len(c.tokens), c.logprobs, routes=c.routes)
+            TrainSequence(c.tokens, [1.0] * len(c.tokens), [float(a)] * len(c.tokens), c.logprobs, routes=c.routes)
             for c, a in zip(completions, advantages)
         ]
         groups.append(Group(list(request.prompt), sequences, routes=completions[0].prompt_routes))

@@ -7,12 +7,13 @@ from collections import Counter
 import pytest
 
 from mint_jax.errors import UserError
-from mint_jax.train.schedule import SCHEDULES, Timing, check_workers, run, units_of
+from mint_jax.train import schedule as schedule_lib
+from mint_jax.train.schedule import SCHEDULES, Timing, check_workers, units_of
 
 WAIT_S = 60  # only reached when a test fails
 
 
-class Phases:
+class Notes:
     """Notes every device call, and checks that each phase gets what the one before it returned."""
 
     def __init__(self):
@@ -39,7 +40,13 @@ class Phases:
     def run(self, units, steps, overlap, first=None, look=None, **replaced):
         functions = {name: replaced.get(name, getattr(self, name)) for name in ("rollout", "reward", "update")}
         first_step = dict.fromkeys((n for unit in units for n in unit), 0) | (first or {})
-        return run(units, first_step, steps, overlap=overlap, look=look, **functions)
+        with schedule_lib.Phases(units, first_step, steps, overlap=overlap, look=look) as phases:
+            for phase, unit in phases:
+                if phase == schedule_lib.ROLLOUT:
+                    unit.score(functions["reward"], functions["rollout"](unit.names, unit.step))
+                else:
+                    functions["update"](unit.scored(), unit.step)
+        return phases.timing
 
 
 def test_units_are_single_policies_or_cohorts_of_all():
@@ -61,7 +68,7 @@ def test_an_unknown_schedule_is_refused_with_the_choices():
 
 
 def test_sequential_policies_take_turns_and_the_device_waits_for_each_reward():
-    phases = Phases()
+    phases = Notes()
 
     def reward(name, samples):
         time.sleep(0.02)  # room for a device call that should not come
@@ -74,7 +81,7 @@ def test_sequential_policies_take_turns_and_the_device_waits_for_each_reward():
 
 def test_overlapped_the_device_rolls_out_another_unit_while_rewards_are_pending():
     """The reward of ``a`` waits for the rollout of ``b``: without overlap it would wait for ever."""
-    phases, seen = Phases(), {("b", step): threading.Event() for step in range(3)}
+    phases, seen = Notes(), {("b", step): threading.Event() for step in range(3)}
 
     def rollout(names, step):
         out = phases.rollout(names, step)
@@ -93,7 +100,7 @@ def test_overlapped_the_device_rolls_out_another_unit_while_rewards_are_pending(
 
 
 def test_overlapped_a_slow_reward_holds_up_nobody_else():
-    phases, b_done = Phases(), threading.Event()
+    phases, b_done = Notes(), threading.Event()
 
     def reward(name, samples):
         if name == "a":
@@ -113,7 +120,7 @@ def test_overlapped_a_slow_reward_holds_up_nobody_else():
 
 def test_batched_cohorts_are_one_call_each_and_overlap():
     """The rewards of one cohort's policies run at the same time, and while the other cohort is rolled out."""
-    phases, together = Phases(), threading.Barrier(3)  # a, c and the rollout of b and d
+    phases, together = Notes(), threading.Barrier(3)  # a, c and the rollout of b and d
 
     def reward(name, samples):
         if name in ("a", "c") and samples[1] == 0:
@@ -137,7 +144,7 @@ def test_every_policy_does_every_step_once_and_in_order(schedule, rng):
     names = [f"p{i}" for i in range(5)]
     units = units_of(names, schedule, int(rng.integers(1, 6)))
     first = {n: int(f) for unit, f in zip(units, rng.integers(0, 6, len(units))) for n in unit}
-    phases = Phases()
+    phases = Notes()
     phases.run(units, 4, overlap=schedule != "sequential", first=first)
     for name in names:
         mine = [(phase, step) for phase, members, step in phases.calls if name in members]
@@ -146,7 +153,7 @@ def test_every_policy_does_every_step_once_and_in_order(schedule, rng):
 
 
 def test_a_unit_whose_policies_stand_at_different_steps_is_refused():
-    phases = Phases()
+    phases = Notes()
     with pytest.raises(UserError, match=r"policies \['a', 'b'\] resume at different steps \[1, 2\]"):
         phases.run([["c"], ["a", "b"]], 5, overlap=True, first={"a": 1, "b": 2})
     assert phases.calls == []
@@ -155,7 +162,7 @@ def test_a_unit_whose_policies_stand_at_different_steps_is_refused():
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("phase", ["rollout", "reward", "update"])
 def test_an_error_comes_out_and_ends_the_device_calls(phase, overlap):
-    phases = Phases()
+    phases = Notes()
 
     def fail(*args):
         raise ZeroDivisionError(f"in {phase}")
@@ -166,7 +173,7 @@ def test_an_error_comes_out_and_ends_the_device_calls(phase, overlap):
 
 
 def test_one_failed_reward_of_a_unit_stops_its_update():
-    phases = Phases()
+    phases = Notes()
 
     def reward(name, samples):
         if name == "b":
@@ -187,7 +194,7 @@ def test_no_workers_are_refused(workers):
 def test_who_waits_is_looked_after(monkeypatch):
     """Every second, with how long and for how many; and a reward that hangs is found while the devices have other work."""
     monkeypatch.setattr("mint_jax.train.schedule.LOOK_S", 0.01)
-    phases, looks = Phases(), []
+    phases, looks = Notes(), []
 
     def look(waited, waiting):
         looks.append((waited, waiting))

@@ -19,7 +19,7 @@ from mint_jax.models import transformer
 from mint_jax.params import ParamSpec
 from mint_jax.train import state as state_lib
 from mint_jax.train.advantages import group_advantages, token_weights
-from mint_jax.train.batch import Group, Sequence
+from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.step import optim_step, scheduled_rate
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
@@ -106,7 +106,7 @@ def random_groups(rng, reference, normalisation):
             tokens = rng.integers(3, 97, n).tolist()
             with torch.no_grad():
                 old_logp = reference.logp(prompt, tokens).numpy() + rng.normal(0, 0.3, n)
-            made.append(Sequence(tokens, [weights.pop(0)] * n, [float(advantage)] * n, np.float32(old_logp).tolist()))
+            made.append(TrainSequence(tokens, [weights.pop(0)] * n, [float(advantage)] * n, np.float32(old_logp).tolist()))
         groups.append(Group(prompt, made))
     return groups
 
@@ -173,7 +173,7 @@ def test_three_grpo_steps_of_two_policies_match_torch_in_float64(policies, rng, 
             assert max(moved) < 0.02 * p.optimizer.learning_rate, f"{p.name} step {step}: {max(moved)}"
     for p in policies:  # the rank padding of first's bucket is still zero
         room = trainer.state[p.adapter.bucket]
-        for leaf in jax.tree.leaves((room.adapters.factors, room.opt.inner_state, room.grad_sum)):
+        for leaf in jax.tree.leaves((room.adapters.factors, room.opt, room.grad_sum)):
             assert leaf.ndim < 3 or not np.any(leaf[:, :, p.adapter.rank :])
 
 

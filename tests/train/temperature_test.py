@@ -20,7 +20,7 @@ from mint_jax.lora import tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import transformer
 from mint_jax.rollout.engine import Completion, DenseEngine, Request
-from mint_jax.train.batch import Group, Sequence, pack
+from mint_jax.train.batch import Group, TrainSequence, pack
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 from tests import oracles
 
@@ -131,7 +131,7 @@ def test_policies_of_one_pass_may_differ_in_temperature_and_so_does_their_refere
     hot = {"warm": 1.0, "cool": 0.4}
     trainer = Trainer(base, [PolicyConfig(n, ADAPTER, loss=loss) for n in hot])
     tokens = rng.integers(0, VOCAB, 5).tolist()
-    groups = {n: [Group(PROMPT, [Sequence(tokens, [1.0] * 5, [1.0] * 5, [-1.0] * 5)], temperature=t)] for n, t in hot.items()}
+    groups = {n: [Group(PROMPT, [TrainSequence(tokens, [1.0] * 5, [1.0] * 5, [-1.0] * 5)], temperature=t)] for n, t in hot.items()}
     got = trainer.update(groups)
     logits = torch.tensor(oracles.torch_logits(oracles.torch_model(hf_dirs(names)), [PROMPT + tokens])[0], dtype=torch.float64)
     for name, t in hot.items():
@@ -155,6 +155,6 @@ def test_rollouts_that_cannot_train_are_refused(setting, says):
     with pytest.raises(UserError, match=says):
         Sampling(**setting).check_trains()
     if "temperature" in setting:
-        groups = [Group([1], [Sequence([2], [1.0])], temperature=setting["temperature"])]
+        groups = [Group([1], [TrainSequence([2], [1.0])], temperature=setting["temperature"])]
         with pytest.raises(UserError, match="a group was drawn at temperature"):
             pack([groups], ShapeBook())

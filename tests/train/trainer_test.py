@@ -16,7 +16,7 @@ from mint_jax.lora.tree import AdapterConfig, Slot
 from mint_jax.models import transformer
 from mint_jax.train import step as step_lib
 from mint_jax.train import trainer as trainer_lib
-from mint_jax.train.batch import Group, Sequence
+from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.losses import KINDS, KL_KINDS
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer, stack_coefs, summarise
@@ -36,7 +36,7 @@ def random_adapter(rng, base, config):
 def random_group(rng, prompt, lengths, **fields):
     def sequence(n):
         columns = [rng.normal(size=n).tolist(), (-rng.exponential(4, n)).tolist()]
-        return Sequence(rng.integers(3, 97, n).tolist(), rng.uniform(0.1, 1, n).tolist(), *columns)
+        return TrainSequence(rng.integers(3, 97, n).tolist(), rng.uniform(0.1, 1, n).tolist(), *columns)
 
     return Group(rng.integers(3, 97, prompt).tolist(), [sequence(n) for n in lengths], **fields)
 

@@ -4,7 +4,7 @@ A projection's change is ``scale * A^T B``, ``[D, F]``; its Frobenius norm, and 
 forming it. With the thin QR of both revisions' stacked factors, ``[A1; A2]^T = Q R`` and ``[s1 B1; s2 B2]^T = P S``, the first
 change is ``Q (R1 S1^T) P^T`` and the second ``Q (R2 S2^T) P^T``, R1 and R2 being R's columns of either revision: the same
 rotation of two matrices of at most twice the rank. Unlike a difference of Gram matrices this does not cancel where the two
-are close. Factors alone would not tell: many A and B have one product.
+are close. Factors alone would not show that: many A and B have one product.
 
 Axes: L layers, E experts, R rank, D in, F out.
 """

@@ -1,7 +1,7 @@
 """Import in bulk: readers in parallel, some thousand adapters a transaction, and a second run goes on where one was stopped.
 
 A source becomes a revision of the policy that the template names. What a policy has already, by digest, is not imported
-again. What cannot be imported is told with its reason and keeps nothing else from being imported.
+again. What cannot be imported is reported with its reason and keeps nothing else from being imported.
 """
 
 import argparse
@@ -109,7 +109,7 @@ def policy_name(template: str, path: Path, tenant: str | None) -> str:
 
 
 def _plan(sources: Sequence[Source], template: str, tenant: str | None, tally: Tally) -> list[tuple[Source, str]]:
-    """Each source with its policy; two of one policy would become its revisions in an order that nobody chose."""
+    """Each source with its policy; two of one policy would become its revisions in an arbitrary order."""
     policy_name(template, Path("/parent/name"), tenant)  # a wrong template is one error, not thousands
     taken: dict[str, Path] = {}
     planned = []
@@ -141,7 +141,7 @@ def _read(planned: Sequence[tuple[Source, str]], args: argparse.Namespace) -> It
             return Refusal(str(source.path), str(error))
         except OSError as error:
             return Refusal(str(source.path), f"{error.filename or source.path} cannot be read ({error.strerror or error})")
-        except Exception as error:  # a file that nobody foresaw must not keep thousands of others out
+        except Exception as error:  # one malformed file must not keep thousands of others out
             return Refusal(str(source.path), f"it cannot be read ({type(error).__name__}: {str(error)[:300]})")
 
     with ThreadPoolExecutor(args.readers, "reader") as pool:

@@ -2,7 +2,7 @@
 
     python -m mint_jax.catalog --catalog=FOLDER_OR_URL [--payloads=URL] COMMAND ... [--json]
 
-Exit status: 0; 1 where ``verify`` found damage or ``import`` refused something; 2 for a mistake, told in one line on stderr.
+Exit status: 0; 1 where ``verify`` found damage or ``import`` refused something; 2 for a mistake, reported in one line on stderr.
 Commands are in ``looking`` (nothing changes), ``changing`` and ``importing``; what only some of them need is imported there
 when they run, so that a listing starts without jax.
 """
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {plain(str(error))}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # whoever read our output has seen enough
+    except BrokenPipeError:  # the reader of our output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
     except KeyboardInterrupt:
@@ -115,7 +115,7 @@ def _add_looking(command: Callable[..., argparse.ArgumentParser]) -> None:
 
     one = command("show", "looking:show", "a policy or a revision with all that belongs to it")
     one.add_argument("name", help=f"policy, {_REVISION}")
-    one.add_argument("--limit", type=_count, default=20, metavar="N", help="at most so many revisions and evaluations (default 20)")
+    one.add_argument("--limit", type=_count, default=20, metavar="N", help="at most N revisions and evaluations (default 20)")
 
     history = command("history", "looking:history", "the moves of an alias, oldest first")
     history.add_argument("policy")
@@ -152,7 +152,7 @@ def _add_changing(command: Callable[..., argparse.ArgumentParser]) -> None:
     branch = command("branch", "changing:branch", "make a policy that begins with the bytes of a revision")
     branch.add_argument("name")
     branch.add_argument("revision", help=_REVISION)
-    branch.add_argument("--keep-last", type=_count, metavar="N", help="gc keeps so many of its newest revisions (default: all)")
+    branch.add_argument("--keep-last", type=_count, metavar="N", help="gc keeps N of its newest revisions (default: all)")
     _reason(branch)
     for name, help in (("retire", "take a policy or a revision out of use"), ("restore", "undo retire")):
         made = command(name, f"changing:{name}", help)
@@ -222,7 +222,7 @@ def _reason(parser: argparse.ArgumentParser) -> None:
 
 
 def _paging(parser: argparse.ArgumentParser, after: str) -> None:
-    parser.add_argument("--limit", type=_count, default=100, metavar="N", help="at most so many (default 100)")
+    parser.add_argument("--limit", type=_count, default=100, metavar="N", help="at most N (default 100)")
     parser.add_argument("--after", metavar="LAST", help=f"go on behind {after}")
 
 

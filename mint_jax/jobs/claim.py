@@ -30,8 +30,8 @@ from mint_jax.lora import peft
 POLL_S = 1.0
 
 
-class Enrolled(NamedTuple):
-    """What ``enrol`` found.
+class Claimed(NamedTuple):
+    """What ``claim_policies`` found.
 
     Attributes:
         start: digest of the revision from which a policy goes on, by the catalog's names; none for a new policy.
@@ -46,14 +46,14 @@ class Enrolled(NamedTuple):
     recorder: Recorder | None
 
 
-def enrol(
+def claim_policies(
     catalog: JobCatalog,
     schemas: Mapping[str, Schema],
     file: Path,
     rollout_revisions: Mapping[str, str],
     hold: Hold | None,
     references: Mapping[str, str] | None = None,
-) -> Enrolled:
+) -> Claimed:
     """Makes the records that are missing and opens the sessions; all processes call it.
 
     Args:
@@ -101,7 +101,7 @@ def enrol(
         return [{name: old["digest"] for name, old in run["start"].items()}, run["fixed"], named]
 
     start, fixed, named = multihost.agree("policies in the catalog", begin)
-    return Enrolled(start, fixed, named, recorder)
+    return Claimed(start, fixed, named, recorder)
 
 
 def _open_session(main: Catalog, name: str, owner: str, mine: str, gone: str | None, why: str) -> Session:

@@ -1,4 +1,4 @@
-"""Commits that a database has lost: told in the audit log by whoever opens it first, until somebody accepts the loss."""
+"""Commits that a database has lost: recorded in the audit log when it is next opened, and reported until a user accepts the loss."""
 
 import sqlalchemy as sa
 
@@ -10,7 +10,7 @@ from mint_jax.catalog.tables import audit as log
 _LOST, _ACCEPTED = "lost commits", "accept losses"
 
 
-def tell(database: Database, author: Author) -> None:
+def record(database: Database, author: Author) -> None:
     """Enters what the witness knows and the database does not."""
     if (gone := database.lost()) is None:
         return
@@ -20,11 +20,11 @@ def tell(database: Database, author: Author) -> None:
 
 
 def accept(connection: sa.Connection, author: Author) -> None:
-    """Whatever is lost is not told any more."""
+    """What was lost so far is not reported any more."""
     audit.append(connection, audit.row(author, _ACCEPTED))
 
 
-def told(connection: sa.Connection) -> list[str]:
+def report(connection: sa.Connection) -> list[str]:
     """What is lost and not accepted, in words."""
     lost: list[str] = []
     query = sa.select(log).where(log.c.action.in_([_LOST, _ACCEPTED]), log.c.policy_id.is_(None)).order_by(log.c.id)

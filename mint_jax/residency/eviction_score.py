@@ -1,12 +1,12 @@
-"""What a copy is worth keeping: (seconds to bring it back x how often it is asked for) / bytes it takes.
+"""The score by which copies are kept: (seconds to bring one back x how often it is asked for) / bytes it takes.
 
 This is GreedyDual-Size-Frequency (Cherkasova 1998, "Improving WWW proxies performance with greedy-dual-size-frequency
-caching policy", HP Labs HPL-98-69) with another way of ageing: there a clock is raised to the worth of each victim; here
+caching policy", HP Labs HPL-98-69) with another way of ageing: there a clock is raised to the score of each victim; here
 the frequency halves every ``half_life_s``, so that age counts in seconds and does not depend on who was evicted:
 
-    F(t) = sum over uses u of 2^-((t - u) / half_life)          worth(t) = seconds F(t) / bytes
+    F(t) = sum over uses u of 2^-((t - u) / half_life)          score(t) = seconds F(t) / bytes
 
-All worths decay alike, so their order changes only when a copy is used, and
+All scores decay alike, so their order changes only when a copy is used, and
 ``log2(seconds F(u) / bytes) + u / half_life``, u the last use, is a key that stays valid meanwhile.
 """
 
@@ -18,8 +18,8 @@ _LEAST_S = 1e-6  # a load measured as 0 s still costs something
 
 
 @dataclasses.dataclass(slots=True)
-class Worth:
-    """The worth of one copy.
+class EvictionScore:
+    """The score of one copy.
 
     Attributes:
         nbytes: what it takes.
@@ -40,12 +40,12 @@ class Worth:
         self.used_at = max(now, self.used_at)
 
     def key(self, half_life_s: float) -> float:
-        """Sorts copies by worth, at any time until the next use."""
+        """Sorts copies by score, at any time until the next use."""
         return math.log2(max(self.seconds, _LEAST_S) * max(self.frequency, 2**-60) / max(self.nbytes, 1)) + self.used_at / half_life_s
 
 
 class Ranking:
-    """Copies that may be evicted, by worth: over all, and within a tenant. Adding and removing cost O(log n)."""
+    """Copies that may be evicted, by score: over all, and within a tenant. Adding and removing cost O(log n)."""
 
     def __init__(self) -> None:
         self._keys: dict[str, tuple[float, str]] = {}  # digest -> (key, tenant)
@@ -71,7 +71,7 @@ class Ranking:
         self._keys.pop(digest, None)
 
     def lowest(self, tenant: str | None = None) -> str | None:
-        """The copy of the lowest worth, of one tenant or of all; None when there is none."""
+        """The copy of the lowest score, of one tenant or of all; None when there is none."""
         heap = self._heaps.get(tenant, [])
         while heap and not self._is_current(heap[0], tenant):
             heapq.heappop(heap)

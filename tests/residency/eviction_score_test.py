@@ -1,4 +1,4 @@
-"""Worth is (seconds x decayed frequency) / bytes, and the ranking gives the lowest, whatever was added and removed."""
+"""EvictionScore is (seconds x decayed frequency) / bytes, and the ranking gives the lowest, whatever was added and removed."""
 
 import math
 
@@ -6,12 +6,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from mint_jax.residency.worth import Ranking, Worth
+from mint_jax.residency.eviction_score import EvictionScore, Ranking
 
 HALF = 10.0
 
 
-def worth_at(seconds: float, nbytes: int, uses: list[float], now: float) -> float:
+def score_at(seconds: float, nbytes: int, uses: list[float], now: float) -> float:
     """The definition."""
     return seconds * sum(2 ** -((now - u) / HALF) for u in uses) / nbytes
 
@@ -27,18 +27,18 @@ def test_keys_order_copies_as_the_definition_does(copies):
     keys, wanted = [], []
     for seconds, nbytes, uses in copies:
         uses = sorted(uses)
-        worth = Worth(nbytes, seconds, 1.0, uses[0])
+        score = EvictionScore(nbytes, seconds, 1.0, uses[0])
         for u in uses[1:]:
-            worth.use(u, HALF)
-        keys.append(worth.key(HALF))
-        wanted.append(math.log2(worth_at(seconds, nbytes, uses, 100.0)) + 10.0)  # 100 s are ten half-lives
+            score.use(u, HALF)
+        keys.append(score.key(HALF))
+        wanted.append(math.log2(score_at(seconds, nbytes, uses, 100.0)) + 10.0)  # 100 s are ten half-lives
     assert keys == pytest.approx(wanted, abs=1e-9)
 
 
 def test_a_clock_that_steps_back_does_no_harm():
-    worth = Worth(1, 1.0, 1.0, 50.0)
-    worth.use(40.0, HALF)
-    assert (worth.frequency, worth.used_at) == (2.0, 50.0)
+    score = EvictionScore(1, 1.0, 1.0, 50.0)
+    score.use(40.0, HALF)
+    assert (score.frequency, score.used_at) == (2.0, 50.0)
 
 
 ACTION = st.tuples(st.sampled_from(["add", "remove"]), st.integers(0, 9), st.integers(0, 2), st.integers(0, 5))

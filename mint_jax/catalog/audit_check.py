@@ -1,6 +1,6 @@
-"""The audit log, replayed: what each policy, its revisions and its aliases must be, held against what their rows say.
+"""The audit log checked against the records: what each policy, its revisions and its aliases must be, held against what their rows say.
 
-The log tells every change of what a name stands for and of what retention may remove, so each fact is in the database
+The log records every change of what a name stands for and of what retention may remove, so each fact is in the database
 twice, and a row that was changed by anything but the catalog is found whichever of the two it is.
 """
 

@@ -9,7 +9,7 @@ import pytest
 
 from mint_jax.catalog.packed import Schema
 from mint_jax.errors import UserError
-from mint_jax.jobs import enrolment, hold
+from mint_jax.jobs import claim, hold
 from mint_jax.jobs.catalogs import JobCatalog
 from mint_jax.jobs.hold import Hold
 from mint_jax.jobs.recorder import Snapshot
@@ -30,12 +30,12 @@ def catalog(tmp_path):
     opened.close()
 
 
-def enrol(catalog, folder, names=NAMES, schema=SCHEMA, fixed=()):
+def claimed(catalog, folder, names=NAMES, schema=SCHEMA, fixed=()):
     """As a process that begins; the one before is dead, for its lock is gone."""
     folder.mkdir(exist_ok=True)
     hold = Hold(folder)
     hold.release()
-    return enrolment.enrol(catalog, dict.fromkeys(names, schema), folder / "run.json", dict(fixed), hold)
+    return claim.claim_policies(catalog, dict.fromkeys(names, schema), folder / "run.json", dict(fixed), hold)
 
 
 def export(recorder, step, value, final=False, names=NAMES):
@@ -43,13 +43,13 @@ def export(recorder, step, value, final=False, names=NAMES):
 
 
 def test_one_run_at_a_time_writes_a_policy(catalog, tmp_path):
-    first = enrol(catalog, tmp_path / "a").recorder
+    first = claimed(catalog, tmp_path / "a").recorder
     with pytest.raises(UserError, match=rf"policy 'p' is being trained by 'run [0-9a-f]{{32}} on .*process {os.getpid()} on host"):
-        enrol(catalog, tmp_path / "b", names=("other", "p"))
+        claimed(catalog, tmp_path / "b", names=("other", "p"))
     assert catalog.main.policy("other").session_owner is None, "the refused run gave back what it had"
     export(first, 1, 10.0)
     first.drain()
-    again = enrol(catalog, tmp_path / "a").recorder  # the same workdir, as after a kill
+    again = claimed(catalog, tmp_path / "a").recorder  # the same workdir, as after a kill
     export(first, 2, 20.0)
     with pytest.raises(UserError, match="was fenced off by session 2"):
         first.drain()
@@ -60,13 +60,13 @@ def test_one_run_at_a_time_writes_a_policy(catalog, tmp_path):
     again.stop()
     assert [r.step for r in catalog.main.revisions("p")] == [1, 2]
     assert catalog.main.resolve("team/q").digest == snapshot(22.0).digest
-    other = enrol(catalog, tmp_path / "b")  # a run that ended gave its policies back
+    other = claimed(catalog, tmp_path / "b")  # a run that ended gave its policies back
     assert other.start == {"p": snapshot(21.0).digest, "team/q": snapshot(22.0).digest}
     other.recorder.stop()
 
 
 def test_repeated_steps_make_no_second_record_and_latest_does_not_go_back(catalog, tmp_path):
-    first = enrol(catalog, tmp_path / "a").recorder
+    first = claimed(catalog, tmp_path / "a").recorder
     rollouts = {}
 
     def roll(recorder, step):
@@ -77,7 +77,7 @@ def test_repeated_steps_make_no_second_record_and_latest_does_not_go_back(catalo
         roll(first, step)
     first.checkpoint("step_4", {"p": 2, "team/q": 2})
     first.drain()  # and then it is killed
-    again = enrol(catalog, tmp_path / "a").recorder
+    again = claimed(catalog, tmp_path / "a").recorder
     again.resume({"p": 2, "team/q": 2})  # its checkpoint is of step 2, whose revisions may be recorded already, as here
     again.checkpoint("step_4", {"p": 2, "team/q": 2})
     for step in range(2, 8):
@@ -98,11 +98,11 @@ def test_repeated_steps_make_no_second_record_and_latest_does_not_go_back(catalo
 
 
 def test_a_run_that_ends_earlier_than_before_leaves_latest_at_its_end(catalog, tmp_path):
-    first = enrol(catalog, tmp_path / "a").recorder
+    first = claimed(catalog, tmp_path / "a").recorder
     for step in (1, 2, 3):
         export(first, step, 10.0 * step)
     first.stop()
-    again = enrol(catalog, tmp_path / "a").recorder
+    again = claimed(catalog, tmp_path / "a").recorder
     again.resume({})
     export(again, 2, 20.0, final=True)
     again.stop()
@@ -111,15 +111,15 @@ def test_a_run_that_ends_earlier_than_before_leaves_latest_at_its_end(catalog, t
 
 
 def test_a_policy_of_the_catalog_goes_on_and_its_steps_count_on(catalog, tmp_path):
-    first = enrol(catalog, tmp_path / "a")
+    first = claimed(catalog, tmp_path / "a")
     assert first.start == {}
     export(first.recorder, 24, 1.0)
     first.recorder.stop()
-    second = enrol(catalog, tmp_path / "b")
+    second = claimed(catalog, tmp_path / "b")
     assert second.start["p"] == snapshot(1.0).digest
     export(second.recorder, 1, 5.0)
     second.recorder.drain()
-    killed = enrol(catalog, tmp_path / "b")
+    killed = claimed(catalog, tmp_path / "b")
     assert killed.start == second.start, "a restart begins where the run began, not at what the run itself made"
     killed.recorder.stop()
     second.recorder.stop()
@@ -127,19 +127,19 @@ def test_a_policy_of_the_catalog_goes_on_and_its_steps_count_on(catalog, tmp_pat
 
 
 def test_a_fixed_revision_is_looked_up_once_and_leased(catalog, tmp_path):
-    source = enrol(catalog, tmp_path / "a").recorder
+    source = claimed(catalog, tmp_path / "a").recorder
     export(source, 1, 1.0)
     source.stop()
     fixed = {"student": "p@latest"}
-    first = enrol(catalog, tmp_path / "b", names=("student",), fixed=fixed.items())
+    first = claimed(catalog, tmp_path / "b", names=("student",), fixed=fixed.items())
     assert first.fixed == {"student": snapshot(1.0).digest}
     catalog.main.keep_last("p", 1)
-    source = enrol(catalog, tmp_path / "a").recorder
+    source = claimed(catalog, tmp_path / "a").recorder
     export(source, 2, 2.0)
     source.stop()
     catalog.main.gc(grace_s=0.0)
     catalog.main.load(first.fixed["student"])  # retention gave it up, the lease keeps it
-    again = enrol(catalog, tmp_path / "b", names=("student",), fixed=fixed.items())
+    again = claimed(catalog, tmp_path / "b", names=("student",), fixed=fixed.items())
     assert again.fixed == first.fixed, "the alias moved, the run's source did not"
     again.recorder.stop()
     first.recorder.stop()
@@ -154,37 +154,37 @@ def test_a_fixed_revision_is_looked_up_once_and_leased(catalog, tmp_path):
     ],
 )
 def test_another_schema_is_refused_before_anything_is_written(change, says, catalog, tmp_path):
-    enrol(catalog, tmp_path / "a").recorder.stop()
+    claimed(catalog, tmp_path / "a").recorder.stop()
     with pytest.raises(UserError, match=says):
-        enrol(catalog, tmp_path / "b", schema=dataclasses.replace(SCHEMA, **change))
+        claimed(catalog, tmp_path / "b", schema=dataclasses.replace(SCHEMA, **change))
 
 
 def test_an_unknown_source_of_rollouts_is_refused(catalog, tmp_path):
     with pytest.raises(UserError, match="'nobody' is not in the catalog"):
-        enrol(catalog, tmp_path / "a", fixed={"p": "nobody@latest"}.items())
+        claimed(catalog, tmp_path / "a", fixed={"p": "nobody@latest"}.items())
     assert catalog.main.policy("p").session_owner is None
 
 
 def test_a_run_of_another_machine_is_waited_for_until_it_proves_dead_or_alive(catalog, tmp_path, monkeypatch):
-    monkeypatch.setattr(enrolment, "SESSION_S", 1.0)
-    monkeypatch.setattr(enrolment, "POLL_S", 0.05)
+    monkeypatch.setattr(claim, "SESSION_S", 1.0)
+    monkeypatch.setattr(claim, "POLL_S", 0.05)
     monkeypatch.setattr(hold, "_machine", lambda host: "elsewhere/1")
-    first = enrol(catalog, tmp_path / "a").recorder
+    first = claimed(catalog, tmp_path / "a").recorder
     monkeypatch.undo()
-    monkeypatch.setattr(enrolment, "POLL_S", 0.05)
-    sleep, session = enrolment.time.sleep, first.sessions["p"]
+    monkeypatch.setattr(claim, "POLL_S", 0.05)
+    sleep, session = claim.time.sleep, first.sessions["p"]
 
     def sleep_while_it_renews(seconds):
         catalog.main.renew_session(session, 60.0)
         sleep(seconds)
 
-    monkeypatch.setattr(enrolment.time, "sleep", sleep_while_it_renews)
+    monkeypatch.setattr(claim.time, "sleep", sleep_while_it_renews)
     with pytest.raises(UserError, match=r"being trained by 'run [0-9a-f]{32} on elsewhere/1, process"):
-        enrol(catalog, tmp_path / "a")
-    monkeypatch.setattr(enrolment.time, "sleep", sleep)
+        claimed(catalog, tmp_path / "a")
+    monkeypatch.setattr(claim.time, "sleep", sleep)
     catalog.main.renew_session(session, 0.3)  # its last: from here it is dead
     began = time.monotonic()
-    again = enrol(catalog, tmp_path / "a").recorder
+    again = claimed(catalog, tmp_path / "a").recorder
     assert time.monotonic() - began > 0.2
     first.stop()
     assert catalog.main.policy("p").session_number == again.sessions["p"].number
