@@ -1,12 +1,8 @@
-"""The host: settings of its process made once at start-up, its memory, directories that appear whole."""
+"""The host: settings of its process, made once at start-up, and its memory."""
 
-import contextlib
 import ctypes
 import os
-import shutil
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -73,24 +69,3 @@ def reset_peak_rss() -> bool:
     except OSError:
         return False
     return True
-
-
-@contextlib.contextmanager
-def new_directory(target: Path, proof: str = "config.json") -> Iterator[Path]:
-    """Yields a staging directory that becomes ``target`` when the block ends; a crash leaves no ``target`` behind.
-
-    Where another process made the same ``target`` meanwhile, that one stays; what stands there without the file ``proof``
-    is replaced.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(dir=target.parent, prefix=f".{target.name}-"))
-    try:
-        yield staging
-        try:
-            os.replace(staging, target)
-        except OSError:
-            if not (target / proof).is_file():
-                shutil.rmtree(target)
-                os.replace(staging, target)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)

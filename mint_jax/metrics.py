@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 from mint_jax import multihost
 from mint_jax.errors import UserError
+from mint_jax.files import write_file
 
 
 class MetricsWriter:
@@ -101,9 +102,7 @@ def truncate_rows(path: Path, keep: dict[str, int]) -> None:
             continue  # a crash may cut the last line short
         if row["step"] < keep.get(row["name"], 0):
             rows.append(line)
-    staging = path.with_suffix(".tmp")
-    staging.write_text("".join(row + "\n" for row in rows))
-    staging.replace(path)
+    write_file(path, "".join(row + "\n" for row in rows))
 
 
 class Progress:

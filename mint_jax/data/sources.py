@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from mint_jax.errors import UserError
+from mint_jax.files import write_file
 
 Row = dict[str, Any]
 
@@ -69,13 +70,8 @@ def write_rows(path: str | Path, rows: Iterable[Row]) -> None:
         UserError: the folder cannot be written.
     """
     path = Path(path)
-    staging = path.with_name(f".{path.name}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with staging.open("w", encoding="utf-8") as file:
-            for row in rows:
-                file.write(json_line(row))
-        staging.replace(path)
+        write_file(path, "".join(map(json_line, rows)))
     except OSError as error:
         raise UserError(f"output {path} cannot be written ({error}): choose another path or free disk space") from None
 

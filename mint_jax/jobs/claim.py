@@ -9,7 +9,6 @@ not begin elsewhere because an alias moved meanwhile.
 
 import dataclasses
 import json
-import os
 import time
 import uuid
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import Schema
 from mint_jax.catalog.records import Lease, Session
 from mint_jax.errors import UserError
+from mint_jax.files import write_file
 from mint_jax.jobs import common
 from mint_jax.jobs.catalogs import JobCatalog
 from mint_jax.jobs.hold import Hold
@@ -169,10 +169,5 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _write(file: Path, run: dict[str, Any]) -> dict[str, Any]:
-    staging = file.with_suffix(".tmp")
-    with staging.open("w") as handle:
-        json.dump(run, handle)
-        handle.flush()
-        os.fsync(handle.fileno())
-    staging.replace(file)
+    write_file(file, json.dumps(run))
     return run

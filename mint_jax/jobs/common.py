@@ -18,6 +18,7 @@ import numpy as np
 from mint_jax import host, mesh, multihost
 from mint_jax.bench import stamp
 from mint_jax.errors import UserError
+from mint_jax.files import write_file
 from mint_jax.jobs import hold, settings
 from mint_jax.jobs.settings import Config, build
 from mint_jax.lora.tree import AdapterConfig
@@ -44,7 +45,7 @@ def finish(result: dict[str, Any], workdir: Path, config: Config) -> None:
     """
     if not multihost.is_main():
         return
-    (workdir / "result.json").write_text(json.dumps({"stamp": stamp.stamp(_plain(config))} | result) + "\n")
+    write_file(workdir / "result.json", json.dumps({"stamp": stamp.stamp(_plain(config))} | result) + "\n")
     print(json.dumps(result), flush=True)
 
 
@@ -60,10 +61,7 @@ def save_config(config: Config, workdir: Path) -> None:
 
 def _write_config(config: Config, workdir: Path) -> None:
     try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        staging = workdir / ".config.tmp"
-        staging.write_text(json.dumps(_plain(config), indent=1, sort_keys=True) + "\n")
-        staging.replace(workdir / "config.json")
+        write_file(workdir / "config.json", json.dumps(_plain(config), indent=1, sort_keys=True) + "\n")
     except OSError as error:
         raise UserError(f"workdir {workdir} cannot be written ({error}): choose another --workdir") from None
 
@@ -104,7 +102,7 @@ def _forget_start(file: Path) -> None:
         return
     except ValueError:
         run = {}
-    file.write_text(json.dumps({"id": run["id"]}) if "id" in run else "{}")
+    write_file(file, json.dumps({"id": run["id"]}) if "id" in run else "{}")
 
 
 def _plain(config: Config) -> dict[str, Any]:

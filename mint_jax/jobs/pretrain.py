@@ -21,7 +21,7 @@ from mint_jax import params as params_lib
 from mint_jax.envs import env as env_lib
 from mint_jax.envs.env import Example
 from mint_jax.errors import UserError
-from mint_jax.host import new_directory
+from mint_jax.files import new_directory
 from mint_jax.jobs import common
 from mint_jax.jobs.common import Config, say
 from mint_jax.jobs.settings import Count, Natural
@@ -134,7 +134,7 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
         if n % 50 == 49:
             progress.update(n + 1, f"steps, loss {float(value):.3f}")
     after = float(loss(params, tokens[new], learn[new]))
-    with new_directory(target) as staging:
+    with new_directory(target, "config.json") as staging:
         hf.save(params, cfg, staging)
         write_tokenizer(staging)
         (staging / "config.json").write_text(json.dumps(fields, indent=1))

@@ -7,9 +7,6 @@ every program reads, and read in that form or fused (``fused.py``).
 """
 
 import json
-import os
-import shutil
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from mint_jax import params as params_lib
 from mint_jax.errors import UserError
+from mint_jax.files import new_directory
 from mint_jax.lora.fused import Found, Fused, Pair, fused_parameters, is_targeted, read_fused, target_fields
 from mint_jax.lora.patterns import DEFAULT_RANK, Patterns
 from mint_jax.lora.tree import AdapterConfig, Projection, check_finite
@@ -94,18 +92,10 @@ def write_peft(
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    staging = directory.parent / f".{directory.name[:100]}-{uuid.uuid4().hex}"
-    staging.mkdir()  # unlike tempfile's, with the rights that the user's umask gives
-    try:
+    with new_directory(directory) as staging:
         save_file(tensors, staging / WEIGHTS, metadata={"format": "pt"})
         (staging / CONFIG).write_text(json.dumps(fields, indent=2))
         (staging / WEIGHTS).chmod((staging / CONFIG).stat().st_mode)  # safetensors writes for the owner alone
-        if directory.exists():
-            directory.rmdir()
-        os.replace(staging, directory)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _targets(flat: Mapping[str, Any], config: AdapterConfig, names: Names, moe_type: bool) -> dict[str, Any]:

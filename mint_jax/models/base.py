@@ -17,7 +17,7 @@ from mint_jax import params as params_lib
 from mint_jax import sharding
 from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.errors import UserError, choice
-from mint_jax.host import new_directory
+from mint_jax.files import new_directory
 from mint_jax.models import gguf, hf, quantised, transformer
 from mint_jax.models.config import ModelConfig, from_hf, read_config
 
@@ -144,7 +144,7 @@ def _make_random(name: str) -> Path:
         return target
     donor = resolve(next(iter(PACKAGED)))
     cfg = from_hf(RANDOM[name])
-    with new_directory(target) as staging:
+    with new_directory(target, "config.json") as staging:
         hf.save(params_lib.init(transformer.abstract(cfg), jax.random.key(0)), cfg, staging)
         for file in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(donor / file, staging / file)

@@ -12,7 +12,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from mint_jax.errors import UserError
-from mint_jax.host import new_directory
+from mint_jax.files import new_directory
 
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -51,7 +51,7 @@ def convert(file: str | Path, directory: str | Path) -> Path:
         )
     _check_names(reader)
     tokenizer = _tokenizer(fields)
-    with new_directory(directory) as staging:
+    with new_directory(directory, "config.json") as staging:
         tokenizer.save(str(staging / "tokenizer.json"))
         (staging / "tokenizer_config.json").write_text(json.dumps(_tokenizer_config(fields), indent=1))
         save_file(_tensors(reader, fields), staging / "model.safetensors", metadata={"format": "pt"})

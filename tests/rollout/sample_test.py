@@ -151,8 +151,10 @@ def test_the_noise_is_exponential_down_to_its_smallest_values(rng):
     assert stats.kstest(found[:: 2**6], "expon").pvalue > P_VALUE
     small = found[found < 2.0**-10].astype(np.float64)  # uniform there, up to 2 ** -11
     assert stats.kstest(small * 2**10, "uniform").pvalue > P_VALUE
-    tiny = found[found < 2.0**-20].astype(np.float64)
-    assert np.unique(tiny).size == tiny.size > 4, "coarse in the tail"
+    # Some 64 values of 2 ** 14 possible ones: 1 pair of equals in 8 runs, 7 pairs in 2e9. With a resolution of 2 ** -24 it were 24.
+    tiny = found[found < 2.0**-18].astype(np.float64)
+    assert tiny.size > 20
+    assert tiny.size - np.unique(tiny).size <= 6, "coarse in the tail"
     assert 0 < found.min() < found.max() < np.inf
 
 

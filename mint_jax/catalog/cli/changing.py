@@ -1,8 +1,6 @@
 """Commands that change the catalog (promote, rollback, branch, retire, restore, pin, unpin, keep-last, gc, recover), and export."""
 
 import argparse
-import os
-import uuid
 from pathlib import Path
 
 from mint_jax.catalog import names
@@ -12,6 +10,7 @@ from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import unpack
 from mint_jax.catalog.records import Alias
 from mint_jax.errors import UserError
+from mint_jax.files import write_file
 
 
 def promote(args: argparse.Namespace, catalog: Catalog) -> Result:
@@ -169,19 +168,10 @@ def export(args: argparse.Namespace, catalog: Catalog) -> Result:
 
 
 def _write_new(target: Path, data: memoryview) -> None:
-    """Writes a file that appears whole or not at all, and is not there yet."""
+    """Writes a file that is not there yet."""
     if target.exists():
         raise UserError(f"output {target} exists: choose a new file, or remove it")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        staging = target.parent / f".{target.name[:100]}-{uuid.uuid4().hex}"
-        try:
-            with open(staging, "xb") as file:  # unlike tempfile's, with the rights that the user's umask gives
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.link(staging, target)  # unlike a rename it does not replace what appeared meanwhile
-        finally:
-            staging.unlink(missing_ok=True)
+        write_file(target, bytes(data), replace=False)
     except OSError as error:
         raise UserError(f"output {target} cannot be written ({error.strerror or error}): choose another place") from None
