@@ -1,8 +1,8 @@
 """``python -m mint_jax.launch --config=configs/<...>.py --workdir=DIR``: runs the job that the config names.
 
 ``--config.x=y`` overrides a setting, whether the file spells it or not; a misspelt one is an error that names the nearest;
-``--config.policies.*.x=y`` sets it for all policies, and ``--help`` beside ``--config`` lists every setting of the job. The resolved
-config is saved beside the results. Modules beside the config file can be imported.
+``--config.policies.*.x=y`` sets it for all policies. Beside ``--config``, ``--help`` lists every setting of the job and ``--dry_run``
+says what would run and take. The resolved config is saved beside the results. Modules beside the config file can be imported.
 
 On several hosts the same command runs on every one: with ``--distributed`` where JAX finds the others by itself, elsewhere with
 the three environment variables of ``multihost``.
@@ -13,6 +13,7 @@ import errno
 import importlib
 import importlib.util
 import inspect
+import json
 import logging
 import shutil
 import signal
@@ -45,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--config", metavar="FILE[:ARGUMENT]", help="config file, with an optional argument of its get_config")
     parser.add_argument("--workdir", metavar="DIR", help="for checkpoints, metrics and results; under runs/ by default")
+    parser.add_argument("--dry_run", action="store_true", help="print the resolved config, what would run, and its bytes; run nothing")
     parser.add_argument("--distributed", action="store_true", help="join the other hosts of this TPU pod, SLURM or MPI job")
     parser.add_argument("--help", action="store_true", help="this text and, beside --config, every setting of its job")
     return parser
@@ -143,6 +145,11 @@ def main(argv: Sequence[str]) -> None:
     config, declared = load(args.config, changes)
     settings.check(declared, config)
     config.lock()
+    if args.dry_run:
+        from mint_jax.jobs import dry_run
+
+        print(json.dumps(dry_run.describe(config, Path(args.workdir or default_workdir(args.config, config.job))), indent=1))
+        return
     workdir = Path(args.workdir).expanduser() if args.workdir else default_workdir(args.config, config.job)
     host.keep_freed_memory()
     multihost.join(detect=args.distributed)

@@ -22,7 +22,7 @@ from tests import oracles
 @functools.partial(jax.jit, static_argnames="cfg")
 def _logits(params, bound, tokens_BT, cfg):
     positions = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
-    return transformer.logits(params, bound, transformer.hidden_states(params, bound, tokens_BT, positions, cfg)[0])
+    return transformer.logits(params, bound, transformer.hidden_states(params, bound, transformer.Inputs(tokens_BT, positions), cfg)[0])
 
 
 def our_logits(base, adapter, config, tokens_BT) -> np.ndarray:

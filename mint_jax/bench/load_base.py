@@ -77,7 +77,9 @@ def logits_error(base: Base, kind: str) -> dict[str, Any]:
     @as_stored
     def run(tree: Any) -> jax.Array:
         with jax.set_mesh(base.mesh):
-            return transformer.logits(tree, None, transformer.hidden_states(tree, None, tokens, positions, base.cfg)[0])[0]
+            return transformer.logits(
+                tree, None, transformer.hidden_states(tree, None, transformer.Inputs(tokens, positions), base.cfg)[0]
+            )[0]
 
     exact, rough = run(base.params), run(small.params)
     p, q = jax.nn.log_softmax(exact), jax.nn.log_softmax(rough)

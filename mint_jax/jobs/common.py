@@ -45,7 +45,7 @@ def finish(result: dict[str, Any], workdir: Path, config: Config) -> None:
     """
     if not multihost.is_main():
         return
-    write_file(workdir / "result.json", json.dumps({"stamp": stamp.stamp(_plain(config))} | result) + "\n")
+    write_file(workdir / "result.json", json.dumps({"stamp": stamp.stamp(plain(config))} | result) + "\n")
     print(json.dumps(result), flush=True)
 
 
@@ -55,13 +55,13 @@ def save_config(config: Config, workdir: Path) -> None:
     Raises:
         UserError: the workdir cannot be written.
     """
-    multihost.require_same("the config", lambda: _plain(config))
+    multihost.require_same("the config", lambda: plain(config))
     multihost.agree("config.json", lambda: _write_config(config, workdir))
 
 
 def _write_config(config: Config, workdir: Path) -> None:
     try:
-        write_file(workdir / "config.json", json.dumps(_plain(config), indent=1, sort_keys=True) + "\n")
+        write_file(workdir / "config.json", json.dumps(plain(config), indent=1, sort_keys=True) + "\n")
     except OSError as error:
         raise UserError(f"workdir {workdir} cannot be written ({error}): choose another --workdir") from None
 
@@ -78,7 +78,7 @@ def claim_workdir(config: Config, workdir: Path) -> None:
 
     def look() -> None:
         try:
-            _refuse_other_config(workdir / "config.json", _plain(config), workdir)
+            _refuse_other_config(workdir / "config.json", plain(config), workdir)
         except UserError:
             if _has_steps(workdir):
                 raise
@@ -105,7 +105,7 @@ def _forget_start(file: Path) -> None:
     write_file(file, json.dumps({"id": run["id"]}) if "id" in run else "{}")
 
 
-def _plain(config: Config) -> dict[str, Any]:
+def plain(config: Config) -> dict[str, Any]:
     plain = json.loads(config.to_json_best_effort())
     if isinstance(plain.get("catalog"), str):  # a database's password stays out of files
         plain["catalog"] = re.sub(r"(://[^:/@]*):.*@", r"\1:***@", plain["catalog"])

@@ -22,15 +22,16 @@ from mint_jax.envs import env as env_lib
 from mint_jax.envs import scoring
 from mint_jax.envs.env import Example
 from mint_jax.errors import UserError
-from mint_jax.jobs import adapters, agreement, catalogs, common, report, settings
-from mint_jax.jobs.adapters import Loaded
-from mint_jax.jobs.catalogs import JobCatalog
+from mint_jax.jobs import agreement, catalogs, common, report, settings
+from mint_jax.jobs.adapters import AdapterSource
+from mint_jax.jobs.catalogs import JobCatalog, Named
 from mint_jax.jobs.common import Config
 from mint_jax.jobs.grpo import Sampling, checked_reward
 from mint_jax.jobs.settings import Count, Natural, Place
 from mint_jax.lora.tree import Slot, Stacks
 from mint_jax.metrics import Progress
 from mint_jax.models.base import Base
+from mint_jax.residency.pool import Held, Pool
 from mint_jax.rollout.engine import Completion, DenseEngine, Request
 from mint_jax.rollout.score import Scorer
 
@@ -80,10 +81,12 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     common.build(Sampling, _given(config), "sampling")
     base = common.open_base(config)
     with catalogs.reading(config) as catalog:
-        loaded = adapters.read_all(config.adapters.values(), base, catalog)
-        samplings = _samplings(config, loaded, catalog)
-        requests = {text: _requests(config, base, sampling, examples) for text, (sampling, _) in samplings.items()}
-        alone, among, scores = _sample(config, base, requests, loaded)
+        names = [text for text in dict.fromkeys(config.adapters.values()) if text]
+        source = AdapterSource(base, catalog)
+        with Pool(base, source, names, config.slots, common.say) as pool:
+            samplings = _samplings(config, names, source.revisions, catalog)
+            requests = {text: _requests(config, base, sampling, examples) for text, (sampling, _) in samplings.items()}
+            alone, among, scores = _sample(config, requests, pool, source.revisions, catalog)
 
         def judge() -> dict[str, tuple[list[float], list[float]]]:
             def rewards(label: str, results: Sequence[list[Completion]]) -> list[float]:
@@ -114,15 +117,15 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
         for label, text in config.adapters.items():
             verdict, values = verdicts[label], judged[label][0]
             error = float(np.std(values, ddof=1) / len(values) ** 0.5) if len(values) > 1 else 0.0
-            row = {"name": label, "adapter": text, "revision": loaded[text].digest if text else None}
+            row = {"name": label, "adapter": text, "revision": pool.digests.get(text)}
             row |= {"reward": round(verdict.isolated, 4), "shared": round(verdict.shared, 4), "standard_error": round(error, 4)}
             row |= {"rows": verdict.rows, "rows_differ": verdict.differ, "rows_may_differ": verdict.allowed, "logprob_gap": verdict.gap}
             row |= {"shared_error": verdict.error, "shared_error_may_be": verdict.allowed_error}
             row |= {"worst_row_error": verdict.worst, "worst_row_error_may_be": verdict.allowed_worst}
             row |= {"sampling": samplings[text][0].drawing, "sampling_from": samplings[text][1]}
             rows.append(row)
-            if text and catalog is not None and loaded[text].revision is not None:
-                _record(catalog, loaded[text], verdict, row | {"samples": config.samples}, about)
+            if catalog is not None and text in source.revisions:
+                _record(catalog, source.revisions[text], verdict, row | {"samples": config.samples}, about)
     if multihost.is_main():
         columns = ("name", "reward", "shared", "standard_error", "rows_differ")
         report.table(f"{name}, held out", columns, [[r[c] for c in columns] for r in rows])
@@ -139,18 +142,19 @@ def _given(config: Config) -> dict[str, Any]:
     return {name: value for name, value in dict(config.get("sampling", {})).items() if value is not None}
 
 
-def _samplings(config: Config, loaded: Mapping[str, Loaded], catalog: JobCatalog | None) -> dict[str, tuple[Sampling, str]]:
+def _samplings(
+    config: Config, names: Sequence[str], revisions: Mapping[str, Named], catalog: JobCatalog | None
+) -> dict[str, tuple[Sampling, str]]:
     """How each adapter and the base are sampled, and where that is from."""
-    names = {text: one.revision for text, one in loaded.items() if one.revision is not None}
 
     def recorded() -> dict[str, dict[str, Any] | None]:
-        assert catalog is not None or not names
-        return {text: catalog.main.revision(named.policy, named.number).sampling for text, named in names.items()}  # type: ignore[union-attr]
+        assert catalog is not None or not revisions
+        return {text: catalog.main.revision(named.policy, named.number).sampling for text, named in revisions.items()}  # type: ignore[union-attr]
 
     trained = {text: values for text, values in multihost.agree("how revisions were sampled", recorded).items() if values is not None}
     first, given = next(iter(trained), None), _given(config)
     out = {}
-    for text in (*loaded, BASE):
+    for text in (*names, BASE):
         source = text if text in trained else first
         if source is None:
             where = "the defaults of training"
@@ -175,31 +179,38 @@ Scores = dict[str, tuple[list[np.ndarray], list[np.ndarray]]]
 
 
 def _sample(
-    config: Config, base: Base, requests: Mapping[str, Sequence[Request]], loaded: Mapping[str, Loaded]
+    config: Config,
+    requests: Mapping[str, Sequence[Request]],
+    pool: Pool,
+    revisions: Mapping[str, Named],
+    catalog: JobCatalog | None,
 ) -> tuple[Completions, Completions, Scores]:
     """Completions of every adapter, and of the base: each alone, and as many as there are slots for in one batch; scores of both.
 
     The scores are log-probabilities of the tokens drawn alone and of those drawn among others, one array a row, both by teacher
-    forcing with the adapter alone.
+    forcing with the adapter alone. Alone it is loaded once more, into the only slot of a pool of its own: nothing that put it
+    into the wrong slot of the shared batch is at work there.
     """
-    names, most = [text for text in dict.fromkeys(config.adapters.values()) if text], config.slots
-    parties = [[*names[k : k + most], BASE] for k in range(0, max(1, len(names)), most)]  # with the base a lone adapter has company, too
+    base, names = pool.base, list(pool.digests)
+    parties = [[*names[k : k + config.slots], BASE] for k in range(0, max(1, len(names)), config.slots)]  # a lone adapter has the base
     names.append(BASE)
-    progress = Progress("evaluate", 2 * len(names) + len(parties))
-    engine = DenseEngine(base, base.need_tokenizer().decode, config.max_rows)
-    alone = {}
-    for k, text in enumerate(names):
-        alone[text] = sample_together(engine, base, requests, {text: loaded[text]} if text else {}, [text])[text]
-        progress.update(k + 1, f"{text or 'base'} alone")
+    progress = Progress("evaluate", len(parties) + 2 * len(names))
+    engine, scorer = DenseEngine(base, base.need_tokenizer().decode, config.max_rows), Scorer(base)
     among: Completions = {}
     for k, party in enumerate(parties):
-        among |= sample_together(engine, base, requests, {text: loaded[text] for text in party if text}, party)
-        progress.update(len(names) + k + 1, f"{len(party)} in one batch")
-    scorer, scores = Scorer(base), {}
+        with pool.hold(party) as held:
+            among |= sample_together(engine, requests, held, party)
+        progress.update(k + 1, f"{len(party)} in one batch")
+    alone: Completions = {}
+    scores: Scores = {}
     for k, text in enumerate(names):
-        stacks, slots = adapters.make_resident({text: loaded[text]} if text else {}, base)
-        scores[text] = _scores(scorer, requests[text], (alone[text], among[text]), slots.get(text), stacks)
-        progress.update(len(names) + len(parties) + k + 1, f"{text or 'base'} scored")
+        name = revisions[text].digest if text in revisions else text  # it may stand for another revision by now
+        with Pool(base, AdapterSource(base, catalog), [name], 1) as own, own.hold([name]) as held:
+            slot = held.slot(name)
+            alone |= sample_together(engine, requests, Held({text: slot} if slot else {}, held.stacks), [text])
+            progress.update(len(parties) + 2 * k + 1, f"{text or 'base'} alone")
+            scores[text] = _scores(scorer, requests[text], (alone[text], among[text]), slot, held.stacks)
+            progress.update(len(parties) + 2 * k + 2, f"{text or 'base'} scored")
     return alone, among, scores
 
 
@@ -218,25 +229,22 @@ def _scores(
     return [found[row] for row in rows[0]], [found[row] for row in rows[1]]
 
 
-def sample_together(
-    engine: DenseEngine, base: Base, requests: Mapping[str, Sequence[Request]], loaded: Mapping[str, Loaded], names: Sequence[str]
-) -> Completions:
+def sample_together(engine: DenseEngine, requests: Mapping[str, Sequence[Request]], held: Held, names: Sequence[str]) -> Completions:
     """Completions of each of several adapters' requests, in one batch.
 
     The requests of one example stand side by side, so that every group of rows that runs together is mixed.
     """
-    stacks, slots = adapters.make_resident(loaded, base)
     asked = [(text, request) for same in zip(*(requests[text] for text in names), strict=True) for text, request in zip(names, same)]
-    mixed = [dataclasses.replace(request, adapter=slots.get(text)) for text, request in asked]
+    mixed = [dataclasses.replace(request, adapter=held.slot(text)) for text, request in asked]
     out: Completions = {text: [] for text in names}
-    for (text, _), completions in zip(asked, engine.generate(mixed, stacks)):
+    for (text, _), completions in zip(asked, engine.generate(mixed, held.stacks)):
         out[text].append(completions)
     return out
 
 
-def _record(catalog: JobCatalog, loaded: Loaded, verdict: agreement.Agreement, metrics: dict[str, Any], about: dict[str, Any]) -> None:
+def _record(catalog: JobCatalog, revision: Named, verdict: agreement.Agreement, metrics: dict[str, Any], about: dict[str, Any]) -> None:
     def record() -> None:
         scores = {"isolated": verdict.isolated, "shared": verdict.shared, "tolerance": verdict.tolerance}
-        catalog.main.record_evaluation(str(loaded.revision), metrics=metrics, **scores, **about)
+        catalog.main.record_evaluation(str(revision), metrics=metrics, **scores, **about)
 
     multihost.agree("evaluation", record)

@@ -4,11 +4,12 @@ A step of a policy is: sample its prompts with its current adapter, score the co
 group-normalised advantages (GRPO, arXiv 2402.03300). ``schedule`` says how steps of different policies share the devices.
 """
 
+import contextlib
 import dataclasses
 import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from mint_jax.envs import scoring
 from mint_jax.envs.env import Environment, Example
 from mint_jax.errors import UserError
 from mint_jax.jobs import adapters, common, report, settings
-from mint_jax.jobs.adapters import Loaded
+from mint_jax.jobs.catalogs import JobCatalog
 from mint_jax.jobs.common import Config
 from mint_jax.jobs.settings import Count, Natural, Place
 from mint_jax.jobs.training import TrainingRun
@@ -32,6 +33,7 @@ from mint_jax.lora.tree import Slot, Stacks
 from mint_jax.models import base as base_lib
 from mint_jax.models import router
 from mint_jax.models.base import DTYPES, Base
+from mint_jax.residency.pool import Held
 from mint_jax.rollout.engine import Completion, DenseEngine, Request
 from mint_jax.train import advantages, schedule
 from mint_jax.train.batch import Group, TrainSequence
@@ -227,8 +229,8 @@ class ConcurrentGrpo:
         self.stop_ids = tokenizer.eos_ids
         self.tokens = 0  # sampled in this process
         self.watch = scoring.Watch(config.reward_timeout)
-        self.fixed: dict[str, Loaded] = {}
-        self._fixed_stacks, self._fixed_slots = {}, {}
+        self.fixed: dict[str, str] = {}  # policy -> what its rollouts are drawn from, where that is another adapter
+        self._held, self._revisions = Held({}, {}), dict[str, str]()  # where those are, and their digests by policy
         self._books: dict[tuple[str, ...], tuple[ShapeBook, ShapeBook]] = {}
 
     def books(self, names: Sequence[str]) -> tuple[ShapeBook, ShapeBook]:
@@ -239,23 +241,31 @@ class ConcurrentGrpo:
         """
         return self._books.setdefault(tuple(sorted(names)), (ShapeBook(), ShapeBook()))
 
-    def sample_from(self, fixed: dict[str, Loaded]) -> None:
-        """From now on rollouts of these policies are drawn from revisions that stay as they are, beside the training slots."""
-        self.fixed = fixed
-        self._fixed_stacks, self._fixed_slots = adapters.make_resident(fixed, self.base)
+    @contextlib.contextmanager
+    def sampling_from(self, fixed: dict[str, str], catalog: JobCatalog) -> Iterator[None]:
+        """In this block rollouts of these policies are drawn from revisions that stay as they are, beside the training slots.
+
+        Args:
+            fixed: digest or PEFT directory, by policy.
+        """
+        with adapters.pool_of(self.base, list(fixed.values()), catalog, max(1, len(fixed))) as pool, pool.hold(fixed.values()) as held:
+            self.fixed, self._held = fixed, held
+            self._revisions = {name: pool.digests[text] for name, text in fixed.items()}
+            yield
 
     def rollout(self, names: Sequence[str], step: int) -> dict[str, Rollout]:
         """Samples all these policies' prompts: in one engine call, and one more for those that sample from fixed revisions."""
         order = multihost.agree("data order", lambda: {name: self._draw(name, step) for name in names})
         shapes, _ = self.books(names)
-        out = self._sample([n for n in names if n not in self.fixed], order, self.trainer.slots, self.trainer.stacks, shapes)
-        out |= self._sample([n for n in names if n in self.fixed], order, self._fixed_slots, self._fixed_stacks, shapes)
+        fixed = {name: self._held.slots[text] for name, text in self.fixed.items()}
+        out = self._sample([n for n in names if n not in fixed], order, self.trainer.slots, self.trainer.stacks, shapes)
+        out |= self._sample([n for n in names if n in fixed], order, fixed, self._held.stacks, shapes)
         return {name: out[name] for name in names}
 
     def _sample(
         self, names: Sequence[str], order: dict[str, list[tuple[int, int]]], slots: dict[str, Slot], stacks: Stacks, shapes: ShapeBook
     ) -> dict[str, Rollout]:
-        out = {name: Rollout([], [], [], self.fixed[name].digest if name in self.fixed else None) for name in names}
+        out = {name: Rollout([], [], [], self._revisions.get(name)) for name in names}
         requests, owners = [], []
         for name in names:
             m = self.members[name]
@@ -404,13 +414,13 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     job = ConcurrentGrpo(config, base)
     books = {name: job.books(names) for names in units for name in names}
     with TrainingRun(config, workdir, job.trainer, books, {n: m.sampling.drawing for n, m in job.members.items()}) as run:
-        return _run(config, workdir, job, run, units, began)
+        if run.finished:
+            return run.result()
+        with job.sampling_from(run.fixed, run.catalog):
+            return _run(config, workdir, job, run, units, began)
 
 
 def _run(config: Config, workdir: Path, job: ConcurrentGrpo, run: TrainingRun, units: list[list[str]], began: float) -> dict[str, Any]:
-    if run.finished:
-        return run.result()
-    job.sample_from(run.fixed)
     names = list(job.members)
     if not run.resumed:
         common.say("evaluating the policies as they begin on held-out prompts")

@@ -94,7 +94,7 @@ def mean_loss(params: Any, tokens_BT: jax.Array, learn_BT: jax.Array, cfg: Model
     """Mean cross-entropy, in nats, of the tokens that are to be learned."""
     inputs = tokens_BT[:, :-1]
     positions = jnp.broadcast_to(jnp.arange(inputs.shape[1], dtype=jnp.int32), inputs.shape)
-    h, _ = transformer.hidden_states(params, None, inputs, positions, cfg)
+    h, _ = transformer.hidden_states(params, None, transformer.Inputs(inputs, positions), cfg)
     losses = optax.softmax_cross_entropy_with_integer_labels(transformer.logits(params, None, h), tokens_BT[:, 1:])
     return jnp.sum(losses * learn_BT[:, 1:]) / jnp.sum(learn_BT[:, 1:])
 

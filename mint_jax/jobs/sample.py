@@ -14,14 +14,14 @@ from typing import Any
 
 from mint_jax.data.sources import numbered_rows
 from mint_jax.errors import UserError
-from mint_jax.jobs import catalogs, common, settings
+from mint_jax.jobs import adapters, catalogs, common, settings
 from mint_jax.jobs.common import Config
 from mint_jax.jobs.output import Output
-from mint_jax.jobs.rotation import Rotation, Turn
 from mint_jax.jobs.score import check_row, made_from, tokens_of
 from mint_jax.jobs.settings import Count, Natural, Place
 from mint_jax.metrics import Progress
 from mint_jax.models.base import Base
+from mint_jax.residency.pool import Turn
 from mint_jax.rollout.engine import Completion, DenseEngine, Request
 
 SETTINGS = {  # per-line settings and their types
@@ -137,7 +137,7 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
 
         def sampled(turn: Turn) -> list[list[Completion]]:
             mine = [todo[i] for i in turn.rows]
-            digests = [rotation.digests.get(names[i] or "") for i in turn.rows]
+            digests = [pool.digests.get(names[i] or "") for i in turn.rows]
             slots = [turn.slot(names[i]) for i in turn.rows]
 
             def done(results: dict[int, list[Completion]]) -> None:
@@ -147,10 +147,10 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
             placed = [dataclasses.replace(requests[n], adapter=s, revision=d) for n, s, d in zip(mine, slots, digests)]
             return engine.generate(placed, turn.stacks, finished=done)
 
-        with catalogs.reading(config) as catalog, Rotation(base, names, catalog, config.slots) as rotation:
-            output.begin({"base's fingerprint": base.fingerprint} | {f"adapter {n}": d for n, d in rotation.digests.items()})
+        with catalogs.reading(config) as catalog, adapters.pool_of(base, names, catalog, config.slots) as pool:
+            output.begin({"base's fingerprint": base.fingerprint} | {f"adapter {n}": d for n, d in pool.digests.items()})
             began = time.monotonic()
-            results = rotation.run(sampled)
+            results = pool.run(sampled)
             spent = time.monotonic() - began
         output.finish()
     return {

@@ -19,13 +19,13 @@ import numpy as np
 from mint_jax.catalog.packed import digest_of
 from mint_jax.data.sources import numbered_rows
 from mint_jax.errors import UserError
-from mint_jax.jobs import catalogs, common, settings
+from mint_jax.jobs import adapters, catalogs, common, settings
 from mint_jax.jobs.common import Config
 from mint_jax.jobs.output import Output
-from mint_jax.jobs.rotation import Rotation, Turn
 from mint_jax.jobs.settings import Count, Place
 from mint_jax.metrics import Progress
 from mint_jax.models.base import Base
+from mint_jax.residency.pool import Turn
 from mint_jax.rollout.score import Scorer
 
 KEYS = ("id", "adapter", "tokens", "text")
@@ -107,10 +107,10 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
 
             return scorer.logprobs([sequences[n] for n in mine], [turn.slot(names[i]) for i in turn.rows], turn.stacks, done)
 
-        with catalogs.reading(config) as catalog, Rotation(base, names, catalog, config.slots) as rotation:
-            output.begin({"base's fingerprint": base.fingerprint} | {f"adapter {n}": d for n, d in rotation.digests.items()})
+        with catalogs.reading(config) as catalog, adapters.pool_of(base, names, catalog, config.slots) as pool:
+            output.begin({"base's fingerprint": base.fingerprint} | {f"adapter {n}": d for n, d in pool.digests.items()})
             began = time.monotonic()
-            rotation.run(scored)
+            pool.run(scored)
             spent = time.monotonic() - began
         output.finish()
     return {

@@ -25,7 +25,6 @@ from mint_jax.checkpoint import Checkpoints
 from mint_jax.data.buckets import ShapeBook
 from mint_jax.errors import Interrupted, UserError
 from mint_jax.jobs import adapters, claim, common
-from mint_jax.jobs.adapters import Loaded
 from mint_jax.jobs.catalogs import JobCatalog
 from mint_jax.jobs.common import Config
 from mint_jax.jobs.hold import Hold
@@ -52,7 +51,7 @@ class TrainingRun:
         step: updates done by each policy.
         notes: anything JSON that the job wants back after a resume.
         catalog: where the policies' records are.
-        fixed: the revision that a policy samples from, for those whose config has ``rollout_revision``.
+        fixed: digest or PEFT directory that a policy samples from, for those whose config has ``rollout_revision``.
 
     Raises:
         UserError: another process has the workdir, a policy is trained by another run, or the catalog's record of it is of
@@ -104,10 +103,9 @@ class TrainingRun:
         wanted = {n: s.rollout_revision for n, s in config.policies.items() if s.get("rollout_revision", "")}
         losses = {n: p.loss for n, p in self.trainer.policies.items() if p.loss.needs_reference}
         named = {n: loss.reference for n, loss in losses.items() if loss.reference not in ("start", "base")}
-        start, fixed, references, self._recorder = claim.claim_policies(
+        start, self.fixed, references, self._recorder = claim.claim_policies(
             self.catalog, schemas, workdir / "run.json", wanted, self._hold, named
         )
-        self.fixed: dict[str, Loaded] = {n: adapters.read_adapter(text, self.trainer.base, self.catalog) for n, text in fixed.items()}
         self._saved = Checkpoints(workdir / "checkpoints", config.checkpoint.keep, self._committed)
         exported = self._restore()
         self.resumed = exported is not None

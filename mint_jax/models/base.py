@@ -114,6 +114,14 @@ def resolve(name: str) -> Path:
     raise choice("base", name, [*PACKAGED, *RANDOM, "a checkpoint directory", "a hub name such as Qwen/Qwen3-0.6B"])
 
 
+def local(name: str) -> Path | None:
+    """The directory of a base that needs neither conversion nor download; else None."""
+    for directory in (Path(name), cache_dir() / "bases" / name.lower()):
+        if name and (directory / "config.json").is_file():
+            return directory
+    return None
+
+
 def public_name(name: str) -> str:
     """What other programs open the base of a name by: an absolute directory, or its name on the hub.
 

@@ -11,6 +11,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 
 from mint_jax.lora.apply import BoundAdapters, batch_delta, embedding_delta
@@ -71,32 +72,42 @@ def unembed_table(params: Any) -> jax.Array:
     return (params["unembed"] if "unembed" in params else params["embed"])["w"]
 
 
+@struct.dataclass
+class Inputs:
+    """What the decoder reads.
+
+    Attributes:
+        tokens_BT, positions_BT: int32.
+        segments: how rows are packed; by default each row is one segment. Without a cache only.
+        cache: ``{"dense": {name: (part, ...)}}``, names and each part's axes as in what ``keep_kv`` returns; the current tokens
+            follow it.
+        lengths: valid positions of each cache part.
+        replay: recorded experts of every MoE layer, ``[L, B, T, X]``, see ``router.route``.
+    """
+
+    tokens_BT: jax.Array
+    positions_BT: jax.Array
+    segments: Segments | None = None
+    cache: Any = None
+    lengths: tuple[jax.Array, ...] | None = None
+    replay: jax.Array | None = None
+
+
 def hidden_states(
     params: Any,
     lora: BoundAdapters | None,
-    tokens_BT: jax.Array,
-    positions_BT: jax.Array,
+    inputs: Inputs,
     cfg: ModelConfig,
     *,
-    segments: Segments | None = None,
-    cache: Any = None,
-    lengths: tuple[jax.Array, ...] | None = None,
     keep_kv: bool = False,
-    replay: jax.Array | None = None,
     keep_routes: bool = False,
     remat: str = "none",
 ) -> tuple[jax.Array, Any]:
     """Runs the decoder up to and including the final norm.
 
     Args:
-        tokens_BT, positions_BT: int32.
         lora: adapters bound to the rows; None for the bare base.
-        segments: how rows are packed; by default each row is one segment. Without a cache only.
-        cache: ``{"dense": {name: (part, ...)}}``, names and each part's axes as in what ``keep_kv`` returns; the
-            current tokens follow it.
-        lengths: valid positions of each cache part.
         keep_kv: also return what a cache keeps of the current tokens.
-        replay: recorded experts of every MoE layer, ``[L, B, T, X]``, see ``router.route``.
         keep_routes: also return the experts that were used.
         remat: a key of ``REMAT``.
 
@@ -105,13 +116,14 @@ def hidden_states(
         attention ``{"latent": [L, B, T, C], "rope": [L, B, T, J]}``, with ``index`` where keys are chosen; and for MoE
         layers ``"routes"``, int32 ``[L, B, T, X]``, and ``"missed"``, see ``router.Route``.
     """
+    tokens_BT, positions_BT, segments, cache, replay = inputs.tokens_BT, inputs.positions_BT, inputs.segments, inputs.cache, inputs.replay
     chex.assert_rank([tokens_BT, positions_BT], 2)
     chex.assert_equal_shape([tokens_BT, positions_BT, *(segments or ())])
     chex.assert_rank([] if replay is None else [replay], 4)
     if segments is None and cache is None:
         zeros = jnp.zeros_like(tokens_BT)
         segments = Segments(zeros, zeros)
-    ctx = Context(*rope_tables(positions_BT, cfg), segments, lengths)
+    ctx = Context(*rope_tables(positions_BT, cfg), segments, inputs.lengths)
     with jax.named_scope("embed"):
         x = embed(params, lora, tokens_BT)
     B, T = tokens_BT.shape

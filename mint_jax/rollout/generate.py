@@ -20,7 +20,7 @@ from mint_jax import sharding
 from mint_jax.lora.apply import BoundAdapters
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.precision import as_stored
-from mint_jax.models.transformer import hidden_states, logits
+from mint_jax.models.transformer import Inputs, hidden_states, logits
 from mint_jax.rollout.sample import SamplingParams, sample
 
 
@@ -108,7 +108,7 @@ def prefill(
     Q, T = prompts_QT.shape
     chex.assert_shape([lengths_Q, limits.max_tokens], [(Q,), (Q * rollouts,)])
     positions = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (Q, T))
-    h, kept = hidden_states(params, lora, prompts_QT, positions, cfg, keep_kv=True, keep_routes=keep_routes)
+    h, kept = hidden_states(params, lora, Inputs(prompts_QT, positions), cfg, keep_kv=True, keep_routes=keep_routes)
     prompt_cache, prompt_routes = _split_routes(kept, cfg)
     last = jnp.take_along_axis(h, (lengths_Q - 1)[:, None, None], axis=1)
     first = jnp.repeat(logits(params, lora, last)[:, 0], rollouts, axis=0)
@@ -174,7 +174,7 @@ def decode(
         cache = {kind: {name: (part, state.cache[kind][name]) for name, part in parts.items()} for kind, parts in prompt_cache.items()}
         lengths = (lengths_Q, state.step - 1)
         record = state.routes is not None
-        h, kept = hidden_states(params, lora, token, position, cfg, cache=cache, lengths=lengths, keep_kv=True, keep_routes=record)
+        h, kept = hidden_states(params, lora, Inputs(token, position, cache=cache, lengths=lengths), cfg, keep_kv=True, keep_routes=record)
         new = _split_routes(kept, cfg)
         cache, routes = _write((state.cache, state.routes), new, state.step - 1)
         state = dataclasses.replace(state, cache=placed(cache), routes=routes)

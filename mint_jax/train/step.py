@@ -46,10 +46,8 @@ def batch_logprobs(
 
     segments = Segments(flat(batch.own), flat(batch.parent))
     replay = None if batch.routes is None else batch.routes.reshape(batch.routes.shape[0], rows, T, -1)
-    tokens = flat(batch.tokens), flat(batch.positions)
-    h, kept = transformer.hidden_states(
-        params, lora, *tokens, cfg, segments=segments, replay=replay, keep_routes=replay is not None, remat=remat
-    )
+    inputs = transformer.Inputs(flat(batch.tokens), flat(batch.positions), segments, replay=replay)
+    h, kept = transformer.hidden_states(params, lora, inputs, cfg, keep_routes=replay is not None, remat=remat)
     picked = jnp.take_along_axis(h, flat(batch.index)[..., None], axis=1)
     sharp = None if batch.inverse_temperature is None else flat(batch.inverse_temperature)
     logp = target_logprobs(params, lora, picked, flat(batch.target), sharp).reshape(P, B, M)

@@ -11,8 +11,8 @@ from mint_jax import digest
 from mint_jax.bench import packed_load, packed_store, timing
 from mint_jax.bench.packed_store import Store, load, residency_of
 from mint_jax.catalog.packed import Schema, pack
+from mint_jax.jobs.adapters import pool_of
 from mint_jax.jobs.catalogs import JobCatalog
-from mint_jax.jobs.rotation import Rotation
 from mint_jax.models import transformer
 from mint_jax.residency import opening
 from tests.rollout.score_test import random_adapters
@@ -51,8 +51,8 @@ def test_the_bench_loads_as_jobs_do(tiny_base, rng, tmp_path, monkeypatch, dtype
     bench = residency_of(store, transformer.abstract(base.cfg), 1)
     load(bench, digests)
     bench.close()
-    with contextlib.closing(JobCatalog(tmp_path)) as place, Rotation(base, ["p0"], place, 1) as rotation:
-        rotation.run(lambda turn: turn.rows)
+    with contextlib.closing(JobCatalog(tmp_path)) as place, pool_of(base, ["p0"], place, 1) as pool:
+        pool.run(lambda turn: turn.rows)
     theirs, mine = opened
     assert theirs == mine
     assert mine[:3] == (opening.PIECE_BYTES, {dtype}, {True})

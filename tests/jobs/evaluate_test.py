@@ -1,5 +1,6 @@
 """evaluate: scores that name what produced them, and the refusal of scores that a shared batch does not give back."""
 
+import contextlib
 import dataclasses
 import json
 import runpy
@@ -14,11 +15,12 @@ from mint_jax import mesh
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import Schema, digest_of, pack
 from mint_jax.errors import UserError
-from mint_jax.jobs import adapters, agreement, evaluate, grpo
+from mint_jax.jobs import agreement, evaluate, grpo
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import base as base_lib
 from mint_jax.models import transformer
+from mint_jax.residency import pool
 from mint_jax.rollout.engine import Completion
 
 
@@ -127,20 +129,28 @@ def test_a_revision_is_sampled_as_it_was_trained_unless_told_otherwise(tmp_path)
         assert opened.revision("other", 1).sampling == json.loads(json.dumps(wanted))
 
 
-def swapped(loaded):
-    """Each adapter under the next one's name, as far as their ranks allow."""
-    return dict(zip(loaded, [*list(loaded.values())[1:], next(iter(loaded.values()))]))
+def swapped(held):
+    """Each adapter under the next one's name."""
+    slots = list(held.slots.values())
+    return dataclasses.replace(held, slots=dict(zip(held.slots, [*slots[1:], slots[0]])))
 
 
-def nudged(loaded, by=1.01):
+def nudged(held, by=1.01):
     """Adapters whose factors are a hundredth too large."""
-    return {n: dataclasses.replace(a, adapter=jax.tree.map(lambda leaf: leaf * np.float32(by), a.adapter)) for n, a in loaded.items()}
+    larger = {b: dataclasses.replace(s, factors=jax.tree.map(lambda x: x * np.float32(by), s.factors)) for b, s in held.stacks.items()}
+    return dataclasses.replace(held, stacks=larger)
 
 
 def serve_wrong(patch, wrong):
     """Batches of several adapters serve others."""
-    right = adapters.make_resident
-    patch.setattr(adapters, "make_resident", lambda loaded, base: right(wrong(loaded) if len(loaded) > 1 else loaded, base))
+    right = pool.Pool.hold
+
+    @contextlib.contextmanager
+    def hold(self, names, following=()):
+        with right(self, names, following) as held:
+            yield wrong(held) if len(held.slots) > 1 else held
+
+    patch.setattr(pool.Pool, "hold", hold)
 
 
 REFUSED = r"'one' \(one@latest\): score 0\.\d+ loaded alone and 0\.\d+ in a shared batch.*nothing is recorded"
@@ -166,7 +176,7 @@ def test_in_bfloat16_the_right_adapters_are_recorded_and_others_refused(catalog,
         row = rows[name]
         assert 1e-4 < row["shared_error"] <= row["shared_error_may_be"] < 0.1, "adapters differ by more than a nat here"
         assert row["worst_row_error"] <= row["worst_row_error_may_be"] < 0.5
-    for wrong in (swapped, lambda loaded: nudged(loaded, 1.05)):
+    for wrong in (swapped, lambda held: nudged(held, 1.05)):
         with monkeypatch.context() as patch:
             serve_wrong(patch, wrong)
             with pytest.raises(UserError, match=REFUSED):

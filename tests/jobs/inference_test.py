@@ -329,7 +329,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing_that_was_written(job, monkeyp
 
     def full(descriptor):
         synced.append(descriptor)
-        if len(synced) == 4:  # what it is made from, twice; one batch; the next
+        if len(synced) == 5:  # the config; what it is made from, twice; one batch; the next
             raise OSError(errno.ENOSPC, "No space left on device")
         real(descriptor)
 

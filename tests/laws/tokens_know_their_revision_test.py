@@ -1,5 +1,6 @@
 """Law 7 (with 5 and 12): every sampled token of a job names the revision that drew it, and what that revision is called may move on."""
 
+import contextlib
 import json
 import runpy
 import sys
@@ -105,11 +106,15 @@ def test_every_sampled_token_names_the_revision_that_drew_it(run_job, tmp_path):
         rows = [json.loads(line) for line in (tmp_path / "off" / "metrics.jsonl").read_text().splitlines()]
         assert all(row["max_gap"] > 10 * ATOL for row in rows), "importance weights come from the revision that drew the tokens"
 
-    jobs = JobCatalog(tmp_path / "catalog")
-    loaded = adapters.read_adapter(digest, base, jobs)
-    jobs.close()
-    job = grpo.ConcurrentGrpo(config, base)
-    job.sample_from({"ppo": loaded})
+    with contextlib.closing(JobCatalog(tmp_path / "catalog")) as jobs:
+        loaded = adapters.read_adapter(digest, base, jobs)
+        job = grpo.ConcurrentGrpo(config, base)
+        with job.sampling_from({"ppo": digest}, jobs):
+            check_fixed(job, base, loaded, digest, kept)
+
+
+def check_fixed(job, base, loaded, digest, kept):
+    """A job's rollouts of a fixed revision are those that the revision alone samples."""
     stacks, slots = lora_tree.stack_adapters(transformer.abstract(base.cfg), {"r": (loaded.config, loaded.adapter)})
     engine, member = DenseEngine(base, base.need_tokenizer().decode), job.members["ppo"]
     for step, rollouts in kept.items():

@@ -106,7 +106,7 @@ def test_vmap_of_one_policy_is_one_base_matmul(tiny_base):
     def f(params, adapter, tokens_BT):
         bound = lora_tree.bind([(jax.tree.map(lambda x: x[:, None], adapter), jnp.ones(1))])
         positions_BT = jnp.broadcast_to(jnp.arange(T), tokens_BT.shape)
-        return transformer.hidden_states(params, bound, tokens_BT, positions_BT, cfg)[0]
+        return transformer.hidden_states(params, bound, transformer.Inputs(tokens_BT, positions_BT), cfg)[0]
 
     one = lora_tree.adapter_specs(specs, AdapterConfig(4))
     adapters = jax.tree.map(lambda s: struct(s.dtype, P, *s.shape), one)
@@ -180,7 +180,9 @@ def one_policy(cfg, remat="none"):
     def f(params, adapter, tokens_BT, replay=None):
         bound = lora_tree.bind([(jax.tree.map(lambda x: x[:, None], adapter), jnp.ones(1))])
         positions_BT = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-        return transformer.hidden_states(params, bound, tokens_BT, positions_BT, cfg, remat=remat, replay=replay, keep_routes=True)
+        return transformer.hidden_states(
+            params, bound, transformer.Inputs(tokens_BT, positions_BT, replay=replay), cfg, remat=remat, keep_routes=True
+        )
 
     return f
 

@@ -76,7 +76,7 @@ def logits_and_gradients(params, stacks, tokens_BT, pull_BTV, cfg, blocks, base_
         parts = [(tree.take_slots(factors[b], jnp.array(slots)), stacks[b].scale[jnp.array(slots)]) for b, slots in blocks]
         bound = tree.bind(parts, base_blocks)
         positions = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
-        h, _ = transformer.hidden_states(params, bound, tokens_BT, positions, cfg)
+        h, _ = transformer.hidden_states(params, bound, transformer.Inputs(tokens_BT, positions), cfg)
         out = transformer.logits(params, bound, h)
         return jnp.sum(pull_BTV * out), out
 

@@ -96,7 +96,7 @@ def test_two_adapters_in_one_batch_have_the_logits_and_gradients_that_peft_gives
         parts = [(jax.tree.map(lambda x: x[:, None], a), jnp.array([c.scale])) for a, c in zip(adapters, configs)]
         positions = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1])[None], tokens_BT.shape)
         bound = tree.bind(parts)
-        h = transformer.hidden_states(base.params, bound, jnp.asarray(tokens_BT), positions, base.cfg)[0]
+        h = transformer.hidden_states(base.params, bound, transformer.Inputs(jnp.asarray(tokens_BT), positions), base.cfg)[0]
         logits = transformer.logits(base.params, bound, h)
         return jnp.sum(logits * weight_BTV), logits
 

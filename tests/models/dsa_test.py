@@ -53,8 +53,8 @@ def _clear_tokens(rng, model, monkeypatch, shape=(B, T), shared=0):
 
 @functools.partial(jax.jit, static_argnames=("cfg", "remat"))
 def _run(params, lora, tokens_BT, positions_BT, segments=None, cache=None, lengths=None, *, cfg, remat="none"):
-    given = {"segments": segments, "cache": cache, "lengths": lengths, "remat": remat}
-    h, kept = transformer.hidden_states(params, lora, tokens_BT, positions_BT, cfg, keep_kv=True, **given)
+    inputs = transformer.Inputs(tokens_BT, positions_BT, segments, cache, lengths)
+    h, kept = transformer.hidden_states(params, lora, inputs, cfg, keep_kv=True, remat=remat)
     return transformer.logits(params, lora, h), kept
 
 
@@ -75,7 +75,7 @@ def test_logits_and_choices_equal_transformers(family, rng, tiny_base, hf_dirs, 
 
     monkeypatch.setattr(mla.dsa, "select", watched)
     h, kept = jax.jit(transformer.hidden_states, static_argnames=("cfg", "keep_kv"))(
-        base.params, None, tokens_BT, _arange(tokens_BT), cfg=base.cfg, keep_kv=True
+        base.params, None, transformer.Inputs(tokens_BT, _arange(tokens_BT)), cfg=base.cfg, keep_kv=True
     )
     jax.effects_barrier()
     np.testing.assert_allclose(transformer.logits(base.params, None, h), theirs, atol=2e-4)  # float32 sums in another order

@@ -50,7 +50,9 @@ def test_targets_are_the_projections(tiny_base):
 @functools.partial(jax.jit, static_argnames=("cfg",))
 def _run(params, lora, tokens_BT, start_B, cache, lengths, *, cfg):
     positions = start_B[:, None] + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
-    h, kept = transformer.hidden_states(params, lora, tokens_BT, positions, cfg, cache=cache, lengths=lengths, keep_kv=True)
+    h, kept = transformer.hidden_states(
+        params, lora, transformer.Inputs(tokens_BT, positions, cache=cache, lengths=lengths), cfg, keep_kv=True
+    )
     return transformer.logits(params, lora, h), kept
 
 

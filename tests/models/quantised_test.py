@@ -11,7 +11,7 @@ from mint_jax.errors import UserError
 from mint_jax.mesh import make_mesh
 from mint_jax.models import base as base_lib
 from mint_jax.models import quantised, transformer
-from mint_jax.models.transformer import hidden_states, logits
+from mint_jax.models.transformer import Inputs, hidden_states, logits
 
 STEP = {"int8": 0.5 / 127, "float8": 1 / 16}  # of a channel's largest value; half a step of 8 bits, of a 3-bit mantissa
 
@@ -19,7 +19,7 @@ STEP = {"int8": 0.5 / 127, "float8": 1 / 16}  # of a channel's largest value; ha
 def run(base, tokens_BT):
     positions_BT = np.broadcast_to(np.arange(tokens_BT.shape[1], dtype=np.int32), tokens_BT.shape)
     with jax.set_mesh(base.mesh):
-        f = jax.jit(lambda p, t: logits(p, None, hidden_states(p, None, t, positions_BT, base.cfg)[0]))
+        f = jax.jit(lambda p, t: logits(p, None, hidden_states(p, None, Inputs(t, positions_BT), base.cfg)[0]))
         return np.asarray(f(base.params, tokens_BT))
 
 

@@ -23,7 +23,7 @@ from mint_jax.models.attention import Segments
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.logprobs import target_logprobs
 from mint_jax.models.mlp import swiglu
-from mint_jax.models.transformer import hidden_states, logits
+from mint_jax.models.transformer import Inputs, hidden_states, logits
 from mint_jax.rollout.engine import DenseEngine, Request
 from tests import oracles
 
@@ -37,7 +37,7 @@ def _arange(shape):
 
 @functools.partial(jax.jit, static_argnames=("cfg", "remat"))
 def _logits(params, tokens_BT, positions_BT, segments=None, *, cfg, remat="none"):
-    h_BTD, _ = hidden_states(params, None, tokens_BT, positions_BT, cfg, segments=segments, remat=remat)
+    h_BTD, _ = hidden_states(params, None, Inputs(tokens_BT, positions_BT, segments=segments), cfg, remat=remat)
     return logits(params, None, h_BTD)
 
 
@@ -184,7 +184,7 @@ def test_a_packed_row_equals_its_rows_apart(name, hf_dirs, tiny_base, rng):
 
 
 def _cached_logits(params, tokens, positions, cache, lengths, cfg):
-    h, kv = hidden_states(params, None, tokens, positions, cfg, cache=cache, lengths=lengths, keep_kv=True)
+    h, kv = hidden_states(params, None, Inputs(tokens, positions, cache=cache, lengths=lengths), cfg, keep_kv=True)
     return logits(params, None, h), kv
 
 
@@ -245,7 +245,7 @@ def _forward_and_gradient(mesh, base, factors, tokens, g_BM, g_BTD):
 def _adapter_gradients(params, factors, tokens, g_BM, g_BTD):
     def loss(adapters):
         lora = bind(zip(adapters, (scale for _, scale in factors)), base_blocks=1)
-        h_BTD, _ = hidden_states(params, lora, tokens, _arange(tokens.shape), EVEN)
+        h_BTD, _ = hidden_states(params, lora, Inputs(tokens, _arange(tokens.shape)), EVEN)
         logp_BM = target_logprobs(params, lora, h_BTD[:, :-1], tokens[:, 1:])
         return jnp.sum(logp_BM * g_BM) + jnp.sum(h_BTD * g_BTD), (h_BTD, logp_BM)
 

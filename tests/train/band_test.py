@@ -44,7 +44,9 @@ def other_indexer(base, rng):
 def _logits(params, adapter, tokens_BT, replay, cfg):
     bound = tree.bind([(jax.tree.map(lambda x: x[:, None], adapter), jnp.full((1,), ADAPTER.scale))])
     positions = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1]), tokens_BT.shape)
-    return transformer.logits(params, bound, transformer.hidden_states(params, bound, tokens_BT, positions, cfg, replay=replay)[0])
+    return transformer.logits(
+        params, bound, transformer.hidden_states(params, bound, transformer.Inputs(tokens_BT, positions, replay=replay), cfg)[0]
+    )
 
 
 def logprobs(base, adapter, groups):

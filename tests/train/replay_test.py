@@ -80,7 +80,7 @@ def test_recorded_routes_are_those_of_a_full_forward_pass(base, rng):
         for s in group.sequences:
             inputs = np.array([[*group.prefix, *s.tokens[:-1]]], np.int32)
             positions = np.arange(inputs.shape[1], dtype=np.int32)[None]
-            _, kept = transformer.hidden_states(base.params, None, inputs, positions, CFG, keep_routes=True)
+            _, kept = transformer.hidden_states(base.params, None, transformer.Inputs(inputs, positions), CFG, keep_routes=True)
             full = np.asarray(kept["moe"]["routes"])[:, 0].swapaxes(0, 1)
             recorded = np.concatenate([group.routes, s.routes])
             assert recorded.shape == (inputs.shape[1], 2, 2)
@@ -150,7 +150,9 @@ def test_the_out_of_route_rate_counts_other_choices(base, rng):
             inputs = np.array([[*group.prefix, *s.tokens[:-1]]], np.int32)
             positions = np.arange(inputs.shape[1], dtype=np.int32)[None]
             replay = np.concatenate([group.routes, s.routes]).swapaxes(0, 1)[:, None].astype(np.int16)
-            _, kept = transformer.hidden_states(other.params, None, inputs, positions, CFG, replay=replay, keep_routes=True)
+            _, kept = transformer.hidden_states(
+                other.params, None, transformer.Inputs(inputs, positions, replay=replay), CFG, keep_routes=True
+            )
             taken.append(np.asarray(kept["moe"]["routes"])[:, 0, len(group.prefix) - 1 :])
             own.append(np.asarray(kept["moe"]["missed"])[:, 0, len(group.prefix) - 1 :])
             np.testing.assert_array_equal(taken[-1], s.routes.swapaxes(0, 1))

@@ -12,8 +12,8 @@ from mint_jax import params as params_lib
 from mint_jax.catalog.packed import Schema, digest_of, pack, unpack
 from mint_jax.errors import UserError
 from mint_jax.jobs import adapters, sample, score
+from mint_jax.jobs.adapters import pool_of
 from mint_jax.jobs.catalogs import JobCatalog
-from mint_jax.jobs.rotation import Rotation
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.peft import write_peft
 from mint_jax.models import hf, transformer
@@ -91,8 +91,8 @@ def test_turns_hold_no_more_than_the_room_and_serve_each_row_once(stored, tiny_b
                 np.testing.assert_array_equal(mine, theirs)
         return [rows[i] for i in turn.rows]
 
-    with Rotation(tiny_base("llama"), rows, place, 2) as rotation:
-        assert rotation.run(look) == rows
+    with pool_of(tiny_base("llama"), rows, place, 2) as pool:
+        assert pool.run(look) == rows
     assert sorted(seen) == list(range(len(rows)))
 
 
@@ -111,9 +111,9 @@ def test_what_was_named_is_served_whatever_becomes_of_the_name(stored, tiny_base
         turns.append(turn.rows)
         return [turn.slots.keys() for _ in turn.rows]
 
-    with Rotation(tiny_base("llama"), names, place, 1) as rotation:
-        rotation.run(retire_all)
-        assert rotation.digests == digests
+    with pool_of(tiny_base("llama"), names, place, 1) as pool:
+        pool.run(retire_all)
+        assert pool.digests == digests
     assert len(turns) > 1
     assert leases(place) == 0
     place.main.gc(grace_s=0.0)
@@ -139,8 +139,8 @@ def test_slots_hold_adapters_as_they_are_stored(tiny_base, rng, tmp_path, stored
                     np.testing.assert_array_equal(mine, np.asarray(theirs).astype(mine.dtype))
             return turn.rows
 
-        with Rotation(base, [f"p{k}" for k in dtypes], place, 2) as rotation:
-            rotation.run(look)
+        with pool_of(base, [f"p{k}" for k in dtypes], place, 2) as pool:
+            pool.run(look)
 
 
 def test_loads_are_verified_once_and_searched_for_nan_only_where_no_record_says_that_there_is_none(stored, tiny_base, monkeypatch):
@@ -153,15 +153,15 @@ def test_loads_are_verified_once_and_searched_for_nan_only_where_no_record_says_
     monkeypatch.setattr("mint_jax.lora.tree.all_finite", lambda x: searched.append(x) or bool(np.isfinite(x).all()))
     for where in ("catalog.payloads.digest_of", "residency.residency.blake3_of", "residency.residency.blake3_alone"):
         monkeypatch.setattr(f"mint_jax.{where}", lambda data: hashed.append(data) or digest_of(data))
-    with Rotation(base, names, place, 64) as rotation:
-        rotation.run(lambda turn: turn.rows)
+    with pool_of(base, names, place, 64) as pool:
+        pool.run(lambda turn: turn.rows)
     assert len(hashed) == len(names)
     assert searched == []
     for name in names:
         adapters.read_adapter(name, base, place)
     assert searched == []
-    with pytest.raises(UserError, match="NaN or infinite"), Rotation(base, ["bad"], place, 64) as rotation:
-        rotation.run(lambda turn: turn.rows)
+    with pytest.raises(UserError, match="NaN or infinite"), pool_of(base, ["bad"], place, 64) as pool:
+        pool.run(lambda turn: turn.rows)
     with pytest.raises(UserError, match="NaN or infinite"):
         adapters.read_adapter("bad", base, place)
 
@@ -173,8 +173,8 @@ def test_a_job_that_fails_leaves_no_lease(stored, tiny_base):
         assert leases(place) == len(names)
         raise RuntimeError("out of memory")
 
-    with pytest.raises(RuntimeError), Rotation(tiny_base("llama"), names, place, 1) as rotation:
-        rotation.run(fail)
+    with pytest.raises(RuntimeError), pool_of(tiny_base("llama"), names, place, 1) as pool:
+        pool.run(fail)
     assert leases(place) == 0
 
 
@@ -192,10 +192,10 @@ def test_what_records_tell_is_refused_before_anything_runs(stored, tiny_base, hf
         ("nobody", "nobody"),
     ]:
         with pytest.raises(UserError, match=told):
-            Rotation(base, [names[2], wrong], place, 1)
+            pool_of(base, [names[2], wrong], place, 1)
         assert leases(place) == 0
     with pytest.raises(UserError, match=r"no catalog is given.*--config\.catalog"):
-        Rotation(base, ["p@1"], None, 1)
+        pool_of(base, ["p@1"], None, 1)
     write_lines(tmp_path / "in.jsonl", [{"tokens": [1, 2]}])
     fields = {"base": str(hf_dirs("llama")), "input": str(tmp_path / "in.jsonl"), "output": str(tmp_path / "out")}
     with pytest.raises(UserError, match="slots is 0; expected"):
@@ -216,7 +216,7 @@ def test_damage_that_shows_on_loading_is_named(stored, tiny_base):
     path.write_bytes(data)
     with (
         pytest.raises(UserError, match=rf"{found.digest[:12]}.*(damaged|corrupt)"),
-        Rotation(tiny_base("llama"), names, place, 1) as rotation,
+        pool_of(tiny_base("llama"), names, place, 1) as pool,
     ):
-        rotation.run(lambda turn: turn.rows)
+        pool.run(lambda turn: turn.rows)
     assert leases(place) == 0
