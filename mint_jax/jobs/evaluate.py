@@ -139,7 +139,7 @@ def _digest(value: Any) -> str:
 
 def _given(config: Config) -> dict[str, Any]:
     """The settings of ``config.sampling`` that are set."""
-    return {name: value for name, value in dict(config.get("sampling", {})).items() if value is not None}
+    return dict(config.get("sampling", {}))
 
 
 def _samplings(

@@ -119,7 +119,7 @@ def test_a_revision_is_sampled_as_it_was_trained_unless_told_otherwise(tmp_path)
     wanted = {"max_tokens": 11, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "stop": ("e",)}
     assert rows["ppo"]["sampling"] == rows["base"]["sampling"] == wanted
     assert (rows["ppo"]["sampling_from"], rows["base"]["sampling_from"]) == ("its training", "the training of ppo@latest")
-    told = evaluate.run(config_of(catalog, **fields, sampling={"max_tokens": 3, "top_k": None}), tmp_path / "work")["results"][1]
+    told = evaluate.run(config_of(catalog, **fields, sampling={"max_tokens": 3}), tmp_path / "work")["results"][1]
     assert told["sampling"] == wanted | {"max_tokens": 3}
     assert told["sampling_from"] == "the config (max_tokens), else its training"
     with Catalog.open(catalog) as opened:
