@@ -3,6 +3,43 @@
 Train many policies at once, export each step as an immutable adapter revision, sample any of them, evaluate and roll
 back, without ever building a merged checkpoint. Reading order: ``launch``, ``jobs``, ``train`` and ``rollout``,
 ``models``, ``lora``.
+
+``import mint_jax as mint`` gives the names below; each is imported when it is first used, for some take seconds.
 """
 
+import importlib
+from typing import Any
+
 __version__ = "0.1.0"
+
+_NAMES = {  # name -> module
+    "load": "api",
+    "open": "api",
+    "Model": "api",
+    "Policy": "api",
+    "Catalog": "catalog.lifecycle",
+    "Trainer": "train.trainer",
+    "PolicyConfig": "train.trainer",
+    "LossConfig": "train.trainer",
+    "OptimizerConfig": "train.state",
+    "AdapterConfig": "lora.config",
+    "Group": "train.batch",
+    "TrainSequence": "train.batch",
+    "DenseEngine": "rollout.engine",
+    "Request": "rollout.engine",
+    "Scorer": "rollout.score",
+    "Example": "envs.env",
+    "ListEnvironment": "envs.env",
+    "UserError": "errors",
+}
+__all__ = ["__version__", *_NAMES]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 NAMED = re.compile(r"`((?:configs|tests|mint_jax|notebooks|launch|pallas_kernels)/[\w./*-]*)`")
 LINKED = re.compile(r"\]\((?!https?:)([^)#]+)(?:#[^)]*)?\)")
 

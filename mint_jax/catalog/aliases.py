@@ -9,7 +9,7 @@ import sqlalchemy as sa
 
 from mint_jax.catalog import audit, policies
 from mint_jax.catalog.audit import Author
-from mint_jax.catalog.records import Alias, AuditEntry, full_name
+from mint_jax.catalog.records import Alias, full_name
 from mint_jax.catalog.tables import aliases, revisions
 from mint_jax.catalog.tables import audit as log
 from mint_jax.errors import UserError
@@ -79,11 +79,6 @@ def _move(
     fields = {"alias": alias, "before": None if now is None else now.number, "after": target.number, "version": version, "under": under}
     audit.append(connection, audit.row(author, action, policy, {"digest": target.digest.hex()}, **fields))
     return Alias(full_name(policy.tenant, policy.name), alias, target.number, target.digest.hex(), version, at)
-
-
-def history(connection: sa.Connection, policy: sa.Row, alias: str, after: int, limit: int) -> list[AuditEntry]:
-    """The moves of an alias in order, those with an audit id above ``after``."""
-    return audit.entries(connection, policy.id, alias, after, limit)
 
 
 def at_time(connection: sa.Connection, policy: sa.Row, alias: str, time: float) -> Alias | None:

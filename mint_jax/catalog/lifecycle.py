@@ -19,7 +19,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -63,6 +63,8 @@ from mint_jax.catalog.records import (
     TrainingCheckpoint,
 )
 from mint_jax.errors import UserError
+
+T = TypeVar("T")
 
 
 class Catalog:
@@ -134,6 +136,20 @@ class Catalog:
     def _author(self, by: str | None, why: str) -> Author:
         return Author(self.actor if by is None else by, why, self._clock())
 
+    def _look(self, policy: str, body: Callable[[Any, Any], T]) -> T:
+        """``body(connection, its row)`` of a policy, in a transaction that reads."""
+        key = names.parse_policy(policy)
+        return self.database.read(lambda c: body(c, policies.find(c, *key)))
+
+    def _change(self, policy: str, body: Callable[[Any, Author, Any], T], by: str | None = None, why: str = "", active: bool = False) -> T:
+        """``body(connection, author, its row)`` of a policy, in a transaction that writes; the row is locked.
+
+        Args:
+            active: refuse a retired policy.
+        """
+        key, author = names.parse_policy(policy), self._author(by, why)
+        return self.database.write(lambda c: body(c, author, policies.lock(c, *key, active=active)))
+
     # Policies
 
     def create_policy(
@@ -170,18 +186,11 @@ class Catalog:
 
     def revisions(self, policy: str, after: int = 0, limit: int = 1000) -> list[Revision]:
         """A page of a policy's revisions by number."""
-        key = names.parse_policy(policy)
-        return self.database.read(lambda c: policies.revision_page(c, policies.find(c, *key), after, limit))
+        return self._look(policy, lambda c, row: policies.revision_page(c, row, after, limit))
 
     def revision(self, policy: str, which: int | str) -> Revision:
         """One revision: by number, alias, digest or full name; retired ones too."""
-        key = names.parse_policy(policy)
-
-        def body(connection):
-            row = policies.find(connection, *key)
-            return policies.as_revision(row, policies.revision(connection, row, which))
-
-        return self.database.read(body)
+        return self._look(policy, lambda c, row: policies.as_revision(row, policies.revision(c, row, which)))
 
     # Sessions
 
@@ -207,9 +216,8 @@ class Catalog:
         Raises:
             UserError: another owner's session is open.
         """
-        key, author = names.parse_policy(policy), self._author(by, why)
-        opened = self.database.write(
-            lambda c: sessions.start(c, author, policies.lock(c, *key, active=True), owner, seconds, force, instead_of)
+        opened = self._change(
+            policy, lambda c, author, row: sessions.start(c, author, row, owner, seconds, force, instead_of), by, why, active=True
         )
         if isinstance(opened, UserError):
             raise opened
@@ -221,13 +229,11 @@ class Catalog:
         Raises:
             UserError: a newer session fenced it off.
         """
-        key, author = names.parse_policy(session.policy), self._author(None, "")
-        return self.database.write(lambda c: sessions.renew(c, author, policies.lock(c, *key), session, seconds))
+        return self._change(session.policy, lambda c, author, row: sessions.renew(c, author, row, session, seconds))
 
     def close_session(self, session: Session, *, by: str | None = None, why: str = "") -> None:
         """Gives the right to write back."""
-        key, author = names.parse_policy(session.policy), self._author(by, why)
-        self.database.write(lambda c: sessions.finish(c, author, policies.lock(c, *key), session))
+        self._change(session.policy, lambda c, author, row: sessions.finish(c, author, row, session), by, why)
 
     # Revisions
 
@@ -317,111 +323,95 @@ class Catalog:
 
     def promote(self, policy: str, revision: int | str, alias: str = "serving", *, by: str | None = None, why: str = "") -> Alias:
         """Points an alias at a live revision of the policy."""
-        key, author, alias = names.parse_policy(policy), self._author(by, why), names.clean_alias(alias)
+        alias = names.clean_alias(alias)
 
-        def body(connection):
-            row = policies.lock(connection, *key, active=True)
+        def body(connection, author, row):
             return aliases.promote(connection, author, row, policies.revision(connection, row, revision, live=True), alias)
 
-        return self.database.write(body)
+        return self._change(policy, body, by, why, active=True)
 
     def rollback(self, policy: str, alias: str = "serving", *, to: int | str | None = None, by: str | None = None, why: str = "") -> Alias:
         """Points an alias back, at the revision it named before, or at ``to``, which it must have named before."""
-        key, author, alias = names.parse_policy(policy), self._author(by, why), names.clean_alias(alias)
+        alias = names.clean_alias(alias)
 
-        def body(connection):
-            row = policies.lock(connection, *key, active=True)
+        def body(connection, author, row):
             target = None if to is None else policies.revision(connection, row, to, live=True)
             return aliases.rollback(connection, author, row, alias, target)
 
-        return self.database.write(body)
+        return self._change(policy, body, by, why, active=True)
 
     def aliases(self, policy: str) -> list[Alias]:
         """All aliases of a policy by name."""
-        key = names.parse_policy(policy)
-        return self.database.read(lambda c: aliases.listing(c, policies.find(c, *key)))
+        return self._look(policy, aliases.listing)
 
     def history(self, policy: str, alias: str = "serving", *, after: int = 0, limit: int = 1000) -> list[AuditEntry]:
         """The moves of an alias, oldest first; the next page begins ``after`` the last one's id."""
-        key, alias = names.parse_policy(policy), names.clean_alias(alias)
-        return self.database.read(lambda c: aliases.history(c, policies.find(c, *key), alias, after, limit))
+        alias = names.clean_alias(alias)
+        return self._look(policy, lambda c, row: audit.entries(c, row.id, alias, after, limit))
 
     def alias_at(self, policy: str, alias: str, time: float) -> Alias | None:
         """What an alias was at a time, None before its first move."""
-        key, alias = names.parse_policy(policy), names.clean_alias(alias)
-        return self.database.read(lambda c: aliases.at_time(c, policies.find(c, *key), alias, time))
+        alias = names.clean_alias(alias)
+        return self._look(policy, lambda c, row: aliases.at_time(c, row, alias, time))
 
     def audit(self, policy: str | None = None, *, after: int = 0, limit: int = 1000) -> list[AuditEntry]:
         """The audit log in order, of one policy or of all; the next page begins ``after`` the last one's id."""
-        key = None if policy is None else names.parse_policy(policy)
-
-        def body(connection):
-            owner = None if key is None else policies.find(connection, *key).id
-            return audit.entries(connection, owner, None, after, limit)
-
-        return self.database.read(body)
+        if policy is None:
+            return self.database.read(lambda c: audit.entries(c, None, None, after, limit))
+        return self._look(policy, lambda c, row: audit.entries(c, row.id, None, after, limit))
 
     # Branching, retiring, keeping
 
     def branch(self, name: str, revision: str, *, keep_last: int | None = None, by: str | None = None, why: str = "") -> PolicyRecord:
         """Makes policy ``name``, which begins with the bytes of a revision of another policy, ``policy@…`` or a digest."""
-        key, author = names.parse_policy(name), self._author(by, why)
-        found = self.resolve(revision)
-        source = names.parse_policy(found.policy)
+        key, found = names.parse_policy(name), self.resolve(revision)
 
-        def body(connection):
-            row = policies.lock(connection, *source, active=True)
+        def body(connection, author, row):
             branches.branch(connection, author, row, policies.revision(connection, row, found.number, live=True), *key, keep_last)
             return policies.record(connection, *key)
 
-        return self.database.write(body)
+        return self._change(found.policy, body, by, why, active=True)
 
     def retire(self, policy: str, revision: int | str | None = None, *, by: str | None = None, why: str = "") -> None:
         """Takes a policy, or one of its revisions, out of use: it no longer resolves, and ``gc`` may remove the revision."""
-        self._set_state(policy, revision, "retired", self._author(by, why))
+        self._set_state(policy, revision, "retired", by, why)
 
     def restore(self, policy: str, revision: int | str | None = None, *, by: str | None = None, why: str = "") -> None:
         """Undoes ``retire``, for a revision as long as ``gc`` has not removed it."""
-        self._set_state(policy, revision, "active" if revision is None else "live", self._author(by, why))
+        self._set_state(policy, revision, "active" if revision is None else "live", by, why)
 
-    def _set_state(self, policy: str, revision: int | str | None, state: str, author: Author) -> None:
-        key = names.parse_policy(policy)
-
-        def body(connection):
-            row = policies.lock(connection, *key)
+    def _set_state(self, policy: str, revision: int | str | None, state: str, by: str | None, why: str) -> None:
+        def body(connection, author, row):
             if revision is None:
                 policies.set_state(connection, author, row, state)
             else:
                 policies.set_revision_state(connection, author, row, policies.revision(connection, row, revision), state)
 
-        self.database.write(body)
+        self._change(policy, body, by, why)
 
     def pin(self, policy: str, revision: int | str, *, by: str | None = None, why: str = "") -> None:
         """Keeps a revision whatever retention says."""
-        self._set_pinned(policy, revision, True, self._author(by, why))
+        self._set_pinned(policy, revision, True, by, why)
 
     def unpin(self, policy: str, revision: int | str, *, by: str | None = None, why: str = "") -> None:
         """Undoes ``pin``."""
-        self._set_pinned(policy, revision, False, self._author(by, why))
+        self._set_pinned(policy, revision, False, by, why)
 
-    def _set_pinned(self, policy: str, revision: int | str, pinned: bool, author: Author) -> None:
-        key = names.parse_policy(policy)
-
-        def body(connection):
-            row = policies.lock(connection, *key)
+    def _set_pinned(self, policy: str, revision: int | str, pinned: bool, by: str | None, why: str) -> None:
+        def body(connection, author, row):
             policies.set_pinned(connection, author, row, policies.revision(connection, row, revision), pinned)
 
-        self.database.write(body)
+        self._change(policy, body, by, why)
 
     def keep_last(self, policy: str, keep_last: int | None, *, by: str | None = None, why: str = "") -> list[retention.Kept]:
         """Changes how many of the newest revisions ``gc`` keeps; returns the older ones that it keeps all the same, with the reasons."""
-        key, author = names.parse_policy(policy), self._author(by, why)
+        key = names.parse_policy(policy)
 
-        def body(connection):
-            policies.set_keep_last(connection, author, policies.lock(connection, *key), keep_last)
+        def body(connection, author, row):
+            policies.set_keep_last(connection, author, row, keep_last)
             return retention.kept_beyond(connection, author, policies.find(connection, *key))
 
-        return self.database.write(body)
+        return self._change(policy, body, by, why)
 
     def lease(self, name: str, owner: str, seconds: float = 60.0, tenant: str | None = None) -> Lease:
         """Keeps the bytes a name stands for now from being removed, until released or expired."""
@@ -483,15 +473,13 @@ class Catalog:
         Args:
             keep: the records of all but this many newest checkpoints are forgotten, as their files are.
         """
-        key, author = names.parse_policy(policy), self._author(by, why)
-        return self.database.write(
-            lambda c: training.add_checkpoint(c, author, policies.lock(c, *key, active=True), step, place, session, keep)
+        return self._change(
+            policy, lambda c, author, row: training.add_checkpoint(c, author, row, step, place, session, keep), by, why, active=True
         )
 
     def checkpoints(self, policy: str, limit: int = 100) -> list[TrainingCheckpoint]:
         """A policy's checkpoints, the newest first."""
-        key = names.parse_policy(policy)
-        return self.database.read(lambda c: training.checkpoint_page(c, policies.find(c, *key), limit))
+        return self._look(policy, lambda c, row: training.checkpoint_page(c, row, limit))
 
     def rollout(
         self,
@@ -518,8 +506,7 @@ class Catalog:
 
     def rollouts(self, policy: str, limit: int = 100) -> list[RolloutRecord]:
         """A policy's rollout records, the newest first; ``read_rollout`` gives the bytes."""
-        key = names.parse_policy(policy)
-        return self.database.read(lambda c: training.rollout_page(c, policies.find(c, *key), limit))
+        return self._look(policy, lambda c, row: training.rollout_page(c, row, limit))
 
     def read_rollout(self, record: RolloutRecord) -> np.ndarray:
         """The rollout object, ``uint8``, read-only, its digest verified."""
@@ -527,8 +514,7 @@ class Catalog:
 
     def drop_rollouts(self, policy: str, before_step: int, *, by: str | None = None, why: str = "") -> int:
         """Forgets rollouts of earlier steps; ``gc`` then frees their bytes."""
-        key, author = names.parse_policy(policy), self._author(by, why)
-        return self.database.write(lambda c: training.drop_rollouts(c, author, policies.lock(c, *key), before_step))
+        return self._change(policy, lambda c, author, row: training.drop_rollouts(c, author, row, before_step), by, why)
 
     # Evaluations
 
@@ -557,8 +543,7 @@ class Catalog:
         Raises:
             UserError: they differ by more.
         """
-        found, author = self.resolve(revision), self._author(by, why)
-        key = names.parse_policy(found.policy)
+        found = self.resolve(revision)
         values = {
             "renderer": renderer,
             "scorer": scorer,
@@ -569,19 +554,17 @@ class Catalog:
             "shared": shared,
         }
 
-        def body(connection):
-            row = policies.lock(connection, *key)
+        def body(connection, author, row):
             return evaluations.add(connection, author, row, policies.revision(connection, row, found.number), values, tolerance)
 
-        return self.database.write(body)
+        return self._change(found.policy, body, by, why)
 
     def evaluations(self, name: str, limit: int = 1000) -> list[Evaluation]:
         """Scores of a policy (``policy``) or of the bytes of one revision (``policy@…``, digest)."""
         if "@" in name or names.is_digest(name):
             digest = self.resolve(name).digest
             return self.database.read(lambda c: evaluations.of_revision(c, digest, limit))
-        key = names.parse_policy(name)
-        return self.database.read(lambda c: evaluations.of_policy(c, policies.find(c, *key), limit))
+        return self._look(name, lambda c, row: evaluations.of_policy(c, row, limit))
 
     # Operations
 

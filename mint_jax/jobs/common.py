@@ -3,6 +3,7 @@
 Where several processes run, all of them run the job; the first alone speaks and writes.
 """
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -17,6 +18,7 @@ import numpy as np
 
 from mint_jax import host, mesh, multihost
 from mint_jax.bench import stamp
+from mint_jax.data.order import epoch_indices
 from mint_jax.errors import UserError
 from mint_jax.files import write_file
 from mint_jax.jobs import hold, settings
@@ -182,6 +184,32 @@ def policy_config(name: str, section: Config, seed: int) -> PolicyConfig:
     optimizer = build(OptimizerConfig, section.get("optimizer", {}), f"{where}.optimizer")
     loss = build(LossConfig, section.get("loss", {}), f"{where}.loss")
     return PolicyConfig(name, adapter, optimizer, loss, int(section.get("seed", seed)))
+
+
+@dataclasses.dataclass
+class PolicyData:
+    """What one policy of a run learns from and is measured on.
+
+    Attributes:
+        seed: of its order.
+        train, held_out: examples as its job takes them: prompts' token ids, or groups with their targets.
+        per_step: examples of an update.
+    """
+
+    name: str
+    seed: int
+    train: list[Any]
+    held_out: list[Any]
+    per_step: int
+
+    def chosen(self, step: int) -> list[int]:
+        """Which of ``train`` a step takes."""
+        return epoch_indices(len(self.train), self.per_step, self.seed, step)
+
+
+def seed_of(config: Config, name: str) -> int:
+    """A policy's seed: its own setting, or ``policy_seed``."""
+    return int(config.policies[name].get("seed", policy_seed(config.seed, name)))
 
 
 def encode(base: Base, prompt: Any) -> list[int]:

@@ -10,7 +10,7 @@ import numpy as np
 from mint_jax.data import chat
 from mint_jax.envs.env import Example
 from mint_jax.jobs import settings, supervised
-from mint_jax.jobs.common import Config
+from mint_jax.jobs.common import Config, PolicyData
 from mint_jax.jobs.sft import from_env as answers_of
 from mint_jax.jobs.sft import group_of, sequence_logprobs
 from mint_jax.models.base import Base
@@ -62,13 +62,13 @@ def from_env(examples: Sequence[Example]) -> list[dict[str, Any]]:
     return out
 
 
-def measure(trainer: Trainer, students: dict[str, supervised.Student]) -> dict[str, dict[str, float]]:
+def measure(trainer: Trainer, data: dict[str, PolicyData]) -> dict[str, dict[str, float]]:
     """Held-out reward margin ``beta ((c - c_ref) - (j - j_ref))`` and the share of pairs with a positive one."""
     out = {}
-    for name, student in students.items():
+    for name, one in data.items():
         beta = trainer.policies[name].loss.dpo_beta
-        reference = _margins(sequence_logprobs(trainer, name, student.held_out, reference=True))
-        policy = _margins(sequence_logprobs(trainer, name, student.held_out))
+        reference = _margins(sequence_logprobs(trainer, name, one.held_out, reference=True))
+        policy = _margins(sequence_logprobs(trainer, name, one.held_out))
         margin = beta * (policy - reference)
         out[name] = {"margin": float(margin.mean()), "preferred": float((margin > 0).mean())}
     return out

@@ -19,7 +19,6 @@ import numpy as np
 from mint_jax import host, metrics, multihost
 from mint_jax.catalog.rollouts import Rollouts
 from mint_jax.data.buckets import ShapeBook
-from mint_jax.data.order import epoch_indices
 from mint_jax.envs import env as env_lib
 from mint_jax.envs import scoring
 from mint_jax.envs.env import Environment, Example
@@ -165,15 +164,11 @@ class Settings(settings.Training):
 
 
 @dataclasses.dataclass
-class Member:
-    """One policy of the run: its task and how it samples it; prompts are token ids."""
+class Member(common.PolicyData):
+    """One policy of the run: prompts as token ids, its task, and how it samples it."""
 
-    name: str
     env: Environment
     sampling: Sampling
-    seed: int
-    prompts: list[list[int]]
-    held_out: list[list[int]]
 
 
 def members_of(config: Config, base: Base) -> list[Member]:
@@ -191,11 +186,10 @@ def members_of(config: Config, base: Base) -> list[Member]:
                 f"policy {name!r}: a prompt of {longest} tokens and max_tokens {sampling.max_tokens} exceed the context of "
                 f"{base.cfg.context}: lower max_tokens or drop long prompts"
             )
-        seed = int(section.get("seed", common.policy_seed(config.seed, name)))
-        members.append(Member(name, environment, sampling, seed, prompts, held_out))
+        members.append(Member(name, common.seed_of(config, name), prompts, held_out, sampling.prompts, environment, sampling))
     if not members:
         raise UserError("policies is empty: give the config at least one policy")
-    multihost.require_same("the prompts", lambda: [[m.prompts, m.held_out] for m in members])
+    multihost.require_same("the prompts", lambda: [[m.train, m.held_out] for m in members])
     return members
 
 
@@ -270,12 +264,12 @@ class ConcurrentGrpo:
         for name in names:
             m = self.members[name]
             for index, seed in order[name]:
-                adapter, prompt = slots[name], tuple(m.prompts[index])
+                adapter, prompt = slots[name], tuple(m.train[index])
                 requests.append(
                     m.sampling.request(prompt=prompt, adapter=adapter, n=m.sampling.group_size, seed=seed, stop_ids=self.stop_ids)
                 )
                 out[name].examples.append(m.env.train[index])
-                out[name].prompts.append(m.prompts[index])
+                out[name].prompts.append(m.train[index])
                 owners.append(name)
         for name, completions in zip(owners, self.engine.generate(requests, stacks, shapes=shapes)):
             out[name].completions.append(completions)
@@ -285,7 +279,7 @@ class ConcurrentGrpo:
     def _draw(self, name: str, step: int) -> list[tuple[int, int]]:
         """Which prompts a policy samples in a step, and the seed of each."""
         m = self.members[name]
-        chosen = epoch_indices(len(m.prompts), m.sampling.prompts, m.seed, step)
+        chosen = m.chosen(step)
         seeds = np.random.SeedSequence([m.seed, step]).generate_state(len(chosen))
         return list(zip(chosen, seeds.tolist()))
 
@@ -306,8 +300,8 @@ class ConcurrentGrpo:
         _, shapes = self.books(list(scored))
         for k in range(max(self.members[n].sampling.updates for n in scored)):
             out |= self.trainer.update({n: g for n, g in groups.items() if k < self.members[n].sampling.updates}, shapes)
-        for name, (_, rewards) in scored.items():
-            out[name] |= {"reward": float(rewards.mean()), "reward_std": float(rewards.std(axis=1).mean())}
+        for name, (rollout, rewards) in scored.items():
+            out[name] |= rollout_metrics(rollout, rewards)
         return out
 
     def evaluate(self) -> dict[str, tuple[float, list[str]]]:
@@ -384,6 +378,21 @@ def rollout_groups(sampling: Sampling, rollout: Rollout, rewards_QG: np.ndarray)
         prompt_routes = completions[0].prompt_routes if sampling.replay else None
         groups.append(Group(prompt, sequences, routes=prompt_routes, temperature=sampling.temperature))
     return groups
+
+
+def rollout_metrics(rollout: Rollout, rewards_QG: np.ndarray) -> dict[str, float]:
+    """Of scored rollouts: ``reward`` and its spread within a prompt, tokens of a completion, the share cut off at ``max_tokens`` and that
+    of prompts whose completions all earned the same (no advantage, nothing learned), and the entropy of a token in nats, estimated by
+    the mean of ``-log p`` of those drawn."""
+    drawn = [c for group in rollout.completions for c in group]
+    return {
+        "reward": float(rewards_QG.mean()),
+        "reward_std": float(rewards_QG.std(axis=1).mean()),
+        "completion_tokens": float(np.mean([len(c.tokens) for c in drawn])),
+        "truncated": float(np.mean([c.finish == "length" for c in drawn])),
+        "zero_advantage": float((np.ptp(rewards_QG, axis=1) == 0).mean()),
+        "entropy": -float(np.mean([p for c in drawn for p in c.drawn_logprobs])),
+    }
 
 
 def _mismatch(steps: Sequence[tuple[float, float | None]]) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """One process at a time runs in a workdir: it holds a lock on a file there, which its end releases, however it comes.
 
 The kernel is the judge of who lives: a process that was killed holds nothing. Where the folder is on a network and the
-holder was another machine, its lock may not be seen from here; then its sessions in the catalog show whether it lives (``claim``).
+holder was another machine, its lock may not be seen from here; then its sessions in the catalog show whether it lives (``recorder``).
 """
 
 import fcntl

@@ -10,7 +10,7 @@ import numpy as np
 from mint_jax.data import chat
 from mint_jax.envs.env import Example
 from mint_jax.jobs import settings, supervised
-from mint_jax.jobs.common import Config
+from mint_jax.jobs.common import Config, PolicyData
 from mint_jax.models.base import Base
 from mint_jax.rollout.score import Scorer
 from mint_jax.train.batch import Group, TrainSequence
@@ -70,11 +70,11 @@ def sequence_logprobs(trainer: Trainer, name: str, groups: Sequence[Group], refe
     return [[next(scores)[len(g.prefix) - 1 :][np.flatnonzero(s.weights)] for s in g.sequences] for g in groups]
 
 
-def measure(trainer: Trainer, students: dict[str, supervised.Student]) -> dict[str, dict[str, float]]:
+def measure(trainer: Trainer, data: dict[str, PolicyData]) -> dict[str, dict[str, float]]:
     """Held-out loss: mean negative log-likelihood of a target token, in nats."""
     out = {}
-    for name, student in students.items():
-        scores = sequence_logprobs(trainer, name, student.held_out)
+    for name, one in data.items():
+        scores = sequence_logprobs(trainer, name, one.held_out)
         out[name] = {"loss": float(-np.concatenate([s for group in scores for s in group]).mean())}
     return out
 

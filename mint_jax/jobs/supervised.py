@@ -13,13 +13,12 @@ from typing import Any
 
 from mint_jax import host, multihost
 from mint_jax.data import chat
-from mint_jax.data.order import epoch_indices
 from mint_jax.data.sources import numbered_rows
 from mint_jax.envs import env as env_lib
 from mint_jax.envs.env import Example
 from mint_jax.errors import UserError
 from mint_jax.jobs import common, report, settings
-from mint_jax.jobs.common import Config
+from mint_jax.jobs.common import Config, PolicyData
 from mint_jax.jobs.settings import Count, Natural, Open, Place
 from mint_jax.jobs.training import TrainingRun
 from mint_jax.models.base import Base
@@ -74,16 +73,6 @@ def check_kind(loss: LossConfig, kind: str, job: str) -> None:
 Row = dict[str, Any]
 
 
-@dataclasses.dataclass
-class Student:
-    """One policy's data: groups whose target weights are 1, split into training and held-out."""
-
-    train: list[Group]
-    held_out: list[Group]
-    seed: int
-    batch_size: int
-
-
 @dataclasses.dataclass(frozen=True)
 class Kind:
     """What differs between SFT and DPO.
@@ -99,7 +88,7 @@ class Kind:
     to_group: Callable[[Base, Row, str, bool], Group]
     from_env: Callable[[Sequence[Example]], list[Row]]
     forms: chat.Forms
-    measure: Callable[[Trainer, dict[str, Student]], dict[str, dict[str, float]]]
+    measure: Callable[[Trainer, dict[str, PolicyData]], dict[str, dict[str, float]]]
     headline: str
 
 
@@ -131,9 +120,9 @@ def rows_of(section: Config, kind: Kind) -> tuple[list[Located], list[Located]]:
     return rows[held:], rows[:held]
 
 
-def students_of(config: Config, base: Base, kind: Kind, data: dict[str, tuple[list[Located], list[Located]]]) -> dict[str, Student]:
+def data_of(config: Config, base: Base, kind: Kind, rows: dict[str, tuple[list[Located], list[Located]]]) -> dict[str, PolicyData]:
     """Every policy's data (of ``rows_of``), encoded and checked before anything runs."""
-    students = {}
+    found = {}
     for name, section in config.policies.items():
 
         def encoded(where: str, row: Row, name: str = name, append_eos: bool = section.data.append_eos) -> Group:
@@ -145,11 +134,10 @@ def students_of(config: Config, base: Base, kind: Kind, data: dict[str, tuple[li
                 )
             return group
 
-        train, held_out = ([encoded(*located) for located in rows] for rows in data[name])
-        seed = int(section.get("seed", common.policy_seed(config.seed, name)))
-        students[name] = Student(train, held_out, seed, section.batch_size)
-    multihost.require_same("the data", lambda: {name: dataclasses.asdict(s) for name, s in students.items()})
-    return students
+        train, held_out = ([encoded(*located) for located in part] for part in rows[name])
+        found[name] = PolicyData(name, common.seed_of(config, name), train, held_out, section.batch_size)
+    multihost.require_same("the data", lambda: {name: dataclasses.asdict(one) for name, one in found.items()})
+    return found
 
 
 def weighted(groups: Sequence[Group]) -> list[Group]:
@@ -166,21 +154,21 @@ def run(config: Config, workdir: Path, kind: Kind) -> dict[str, Any]:
     """The training loop of SFT and DPO."""
     began = time.monotonic()
     settings.complete(config)  # a caller other than launch may leave settings out
-    data = {name: rows_of(section.data, kind) for name, section in config.policies.items()}
+    rows = {name: rows_of(section.data, kind) for name, section in config.policies.items()}
     common.claim_workdir(config, workdir)
     base = common.open_base(config)
-    students = students_of(config, base, kind, data)
-    policies = [common.policy_config(n, config.policies[n], s.seed) for n, s in students.items()]
+    data = data_of(config, base, kind, rows)
+    policies = [common.policy_config(n, config.policies[n], one.seed) for n, one in data.items()]
     trainer = Trainer(base, policies, config.max_tokens_per_pass, config.remat)
-    with TrainingRun(config, workdir, trainer, dict.fromkeys(students, (trainer.shapes,))) as run:
-        return _run(config, workdir, trainer, students, run, kind, began)
+    with TrainingRun(config, workdir, trainer, dict.fromkeys(data, (trainer.shapes,))) as run:
+        return _run(config, workdir, trainer, data, run, kind, began)
 
 
 def _run(
     config: Config,
     workdir: Path,
     trainer: Trainer,
-    students: dict[str, Student],
+    data: dict[str, PolicyData],
     run: TrainingRun,
     kind: Kind,
     began: float,
@@ -189,7 +177,7 @@ def _run(
         return run.result()
     measure, headline = kind.measure, kind.headline
     if not run.resumed:
-        run.notes = {"before": measure(trainer, students), "history": {n: [] for n in students}}
+        run.notes = {"before": measure(trainer, data), "history": {n: [] for n in data}}
     history = run.notes["history"]
     first = set(run.step.values())
     if len(first) > 1:
@@ -197,17 +185,17 @@ def _run(
 
     with run.stepping():
         for step in range(first.pop(), config.steps):
-            order = multihost.agree("data order", lambda step=step: _order(students, step))
-            groups = {name: weighted([s.train[i] for i in order[name]]) for name, s in students.items()}
+            order = multihost.agree("data order", lambda step=step: {name: one.chosen(step) for name, one in data.items()})
+            groups = {name: weighted([one.train[i] for i in order[name]]) for name, one in data.items()}
             rows = trainer.update(groups)
             for name, row in rows.items():
                 history[name].append(row[headline])
             run.record(step, rows, f"step {step + 1}: {headline} " + " ".join(f"{n}={r[headline]:.3f}" for n, r in rows.items()))
 
     revisions = run.close()
-    after, before = measure(trainer, students), run.notes["before"]
+    after, before = measure(trainer, data), run.notes["before"]
     rows = []
-    for name in students:
+    for name in data:
         measured = {}
         for when, values in (("before", before), ("after", after)):
             measured |= {f"{key}_{when}": round(value, 4) for key, value in values[name].items()}
@@ -229,8 +217,3 @@ def _run(
         "catalog": run.catalog.place,
         "rss_bytes": host.peak_rss_bytes(),
     }
-
-
-def _order(students: dict[str, Student], step: int) -> dict[str, list[int]]:
-    """Which training examples each policy sees in a step."""
-    return {name: epoch_indices(len(s.train), s.batch_size, s.seed, step) for name, s in students.items()}

@@ -24,11 +24,11 @@ from mint_jax.catalog.rollouts import Rollouts, pack_rollouts
 from mint_jax.checkpoint import Checkpoints
 from mint_jax.data.buckets import ShapeBook
 from mint_jax.errors import Interrupted, UserError
-from mint_jax.jobs import adapters, claim, common
+from mint_jax.jobs import adapters, common
 from mint_jax.jobs.catalogs import JobCatalog
 from mint_jax.jobs.common import Config
 from mint_jax.jobs.hold import Hold
-from mint_jax.jobs.recorder import Recorder, Snapshot
+from mint_jax.jobs.recorder import Recorder, Snapshot, claim_policies
 from mint_jax.lora.tree import spelled_out
 from mint_jax.train.state import TrainStack
 from mint_jax.train.trainer import Trainer
@@ -103,7 +103,7 @@ class TrainingRun:
         wanted = {n: s.rollout_revision for n, s in config.policies.items() if s.get("rollout_revision", "")}
         losses = {n: p.loss for n, p in self.trainer.policies.items() if p.loss.needs_reference}
         named = {n: loss.reference for n, loss in losses.items() if loss.reference not in ("start", "base")}
-        start, self.fixed, references, self._recorder = claim.claim_policies(
+        start, self.fixed, references, self._recorder = claim_policies(
             self.catalog, schemas, workdir / "run.json", wanted, self._hold, named
         )
         self._saved = Checkpoints(workdir / "checkpoints", config.checkpoint.keep, self._committed)

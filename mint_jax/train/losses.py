@@ -128,7 +128,8 @@ def policy_loss(logp_BM: jax.Array, targets: Targets, coefs: LossCoefs) -> tuple
         (coefs.kind == KINDS.index("cispo")) & (clipped != ratio)
     )
 
-    pair_loss, margin = _pairs(to_ref, mask, t, coefs)
+    pair_loss, reward_Z2 = _pairs(to_ref, mask, t, coefs)
+    margin = reward_Z2[:, 0] - reward_Z2[:, 1]
     loss = loss + jnp.where(coefs.kind == KINDS.index("dpo"), pair_loss, 0.0)
 
     def total(x: jax.Array) -> jax.Array:
@@ -144,15 +145,17 @@ def policy_loss(logp_BM: jax.Array, targets: Targets, coefs: LossCoefs) -> tuple
         "max_gap": jnp.max(mask * jnp.abs(jax.lax.stop_gradient(log_gap))),
         "pairs": jnp.sum((t.pair_weights > 0).astype(jnp.float32)),
         "margin_sum": jnp.sum(jnp.where(t.pair_weights > 0, margin, 0.0)),
+        "chosen_sum": jnp.sum(jnp.where(t.pair_weights > 0, reward_Z2[:, 0], 0.0)),
+        "rejected_sum": jnp.sum(jnp.where(t.pair_weights > 0, reward_Z2[:, 1], 0.0)),
         "preferred_sum": jnp.sum((t.pair_weights > 0) & (margin > 0)).astype(jnp.float32),
     }
 
 
 def _pairs(to_ref: jax.Array, mask: jax.Array, t: Targets, coefs: LossCoefs) -> tuple[jax.Array, jax.Array]:
-    """DPO's weighted loss over pairs, and the reward margin ``[Z]`` in units of beta."""
+    """DPO's weighted loss over pairs, and the implicit rewards ``beta (logp - ref_logp)`` of chosen and rejected, ``[Z, 2]``."""
     pairs = t.pair_weights.shape[0]
     if not pairs:
-        return jnp.float32(0), jnp.zeros((0,), jnp.float32)
+        return jnp.float32(0), jnp.zeros((0, 2), jnp.float32)
     gain = jax.ops.segment_sum((-to_ref * mask).ravel(), t.sequence.ravel(), num_segments=2 * pairs)  # logp - ref a sequence
     margin = coefs.dpo_beta * (gain[0::2] - gain[1::2])
-    return jnp.sum(t.pair_weights * -jax.nn.log_sigmoid(margin)), jax.lax.stop_gradient(margin)
+    return jnp.sum(t.pair_weights * -jax.nn.log_sigmoid(margin)), jax.lax.stop_gradient(coefs.dpo_beta * gain.reshape(pairs, 2))

@@ -128,6 +128,21 @@ def _read(stack: AdapterStack, slot: jax.Array, cfg: ModelConfig, adapter: Adapt
     return lora_tree.read_slot(stack, slot, adapter.rank, lora_tree.adapter_specs(transformer.abstract(cfg), adapter))
 
 
+@functools.partial(jax.jit, static_argnames=("cfg",), donate_argnames=("larger",))
+def _grown(larger: TrainStack, stack: TrainStack | None, cfg: ModelConfig) -> TrainStack:
+    """A larger stack whose first slots are those of ``stack``; what that one does not hold stays zero."""
+    if stack is None:
+        return larger
+    held = dict(jax.tree_util.tree_leaves_with_path(stack))
+
+    def put(path: Any, room: jax.Array) -> jax.Array:
+        if (old := held.get(path)) is None:
+            return room
+        return jax.lax.dynamic_update_slice(room, old, (0,) * room.ndim)
+
+    return lora_tree.constrain(jax.tree_util.tree_map_with_path(put, larger), transformer.abstract(cfg))
+
+
 class Trainer:
     """The policies in training and their state on the devices.
 
@@ -161,6 +176,23 @@ class Trainer:
             self.state: State = _empty(cfg=base.cfg, adapters=tuple(p.adapter for p in policies))
             for p in policies:
                 self._start(p, np.uint32(p.seed & 0xFFFFFFFF))
+
+    def join(self, policy: PolicyConfig) -> None:
+        """Takes one more policy into training; the others keep their state. Programs of its rank bucket, and steps that it takes part in,
+        are compiled anew, for their shapes change.
+
+        Raises:
+            UserError: the name is taken, or a rank or target the base cannot have.
+        """
+        if policy.name in self.policies:
+            raise UserError(f"policy {policy.name!r} is in training already: choose another name")
+        policies = [*self.policies.values(), policy]
+        with jax.set_mesh(self.base.mesh):
+            larger = _empty(cfg=self.base.cfg, adapters=tuple(p.adapter for p in policies))
+            self.state = {bucket: _grown(stack, self.state.get(bucket), cfg=self.base.cfg) for bucket, stack in larger.items()}
+            self.policies[policy.name] = policy
+            self.slots = self._assign(policies)
+            self._start(policy, np.uint32(policy.seed & 0xFFFFFFFF))
 
     def _start(self, policy: PolicyConfig, weights: Any) -> None:
         """Puts a policy into its slot: an adapter, or a fresh one from a seed."""
@@ -380,5 +412,5 @@ def summarise(totals: dict[str, float], loss: LossConfig) -> dict[str, float]:
     if loss.samples:
         out["max_gap"] = totals["max_gap"]
     if totals["pairs"]:
-        out |= {name: totals[f"{name}_sum"] / pairs for name in ("margin", "preferred")}
+        out |= {name: totals[f"{name}_sum"] / pairs for name in ("margin", "preferred", "chosen", "rejected")}
     return out

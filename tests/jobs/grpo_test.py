@@ -13,6 +13,7 @@ from mint_jax.data.order import epoch_indices
 from mint_jax.envs.env import Example, ListEnvironment
 from mint_jax.jobs import common, grpo
 from mint_jax.rollout import generate as program
+from mint_jax.rollout.engine import Completion
 
 pytestmark = pytest.mark.bits
 
@@ -147,3 +148,21 @@ def test_an_overlapped_run_resumed_is_the_run_uninterrupted(lengths, sampled, tm
     assert run(tmp_path / "parts") == whole
     assert {step for _, _, step in order} == {1}, "it resumed from the checkpoint"
     assert {key: sampled[key] for key in sampled if key[-1] == 1} == {key: shapes[key] for key in shapes if key[-1] == 1}
+
+
+def test_metrics_of_rollouts():
+    def drawn(tokens, finish):
+        return Completion(list(range(tokens)), [0.0] * tokens, [-0.5 * (tokens + 1)] * tokens, finish, "")
+
+    completions = [[drawn(1, "stop"), drawn(3, "length")], [drawn(2, "stop"), drawn(2, "stop")], [drawn(4, "length"), drawn(4, "length")]]
+    rollout = grpo.Rollout([], [], completions)
+    assert grpo.rollout_metrics(rollout, np.array([[1.0, 0.0], [0.5, 0.5], [0.0, 0.0]])) == pytest.approx(
+        {
+            "reward": 2 / 6,
+            "reward_std": 0.5 / 3,
+            "completion_tokens": 16 / 6,
+            "truncated": 3 / 6,
+            "zero_advantage": 2 / 3,
+            "entropy": (1 * 1.0 + 3 * 2.0 + 4 * 1.5 + 8 * 2.5) / 16,
+        }
+    )

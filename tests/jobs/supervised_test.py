@@ -61,7 +61,7 @@ def test_kl_of_sft_keeps_the_policy_near(base):
     """The same examples with and without KL: the gradient differs, and the metric is there."""
     config = config_of("sft")
     data = {"a": supervised.rows_of(config.policies.a.data, sft.SFT)}
-    [student] = supervised.students_of(config, base, sft.SFT, data).values()
+    [student] = supervised.data_of(config, base, sft.SFT, data).values()
     groups = supervised.weighted(student.train[:2])
     norms = {}
     for kl in (0.0, 5.0):
@@ -82,7 +82,7 @@ def test_answers_of_an_environment_end_with_the_end_token(job, base):
     def last_tokens(append_eos):
         config.policies.a.data.append_eos = append_eos
         data = {"a": supervised.rows_of(config.policies.a.data, kind)}
-        [student] = supervised.students_of(config, base, kind, data).values()
+        [student] = supervised.data_of(config, base, kind, data).values()
         return [s.tokens for g in student.train + student.held_out for s in g.sequences]
 
     whole, bare = last_tokens(True), last_tokens(False)
@@ -161,7 +161,7 @@ def test_measured_margins_are_of_the_reference_that_trains(base):
     """A fresh policy is its own reference: margins are 0."""
     config = config_of("dpo")
     data = {"a": supervised.rows_of(config.policies.a.data, dpo.DPO)}
-    students = supervised.students_of(config, base, dpo.DPO, data)
+    students = supervised.data_of(config, base, dpo.DPO, data)
     students["a"].held_out = students["a"].held_out[:2]
     trainer = Trainer(base, [common.policy_config("a", config.policies.a, 0)])
     assert np.allclose(dpo.measure(trainer, students)["a"]["margin"], 0.0, atol=1e-5)

@@ -70,12 +70,12 @@ def training_groups(config, base):
         for m in grpo.members_of(config, base):
             tokens = [5] * m.sampling.max_tokens
             sampled = TrainSequence(tokens, [1.0] * len(tokens), [0.5] * len(tokens), [-1.0] * len(tokens))
-            out[m.name] = [Group(prompt, [sampled] * m.sampling.group_size) for prompt in m.prompts[: m.sampling.prompts]]
+            out[m.name] = [Group(prompt, [sampled] * m.sampling.group_size) for prompt in m.train[: m.sampling.prompts]]
         return out
     kind = {"sft": sft.SFT, "dpo": dpo.DPO}[config.job]
     data = {name: supervised.rows_of(section.data, kind) for name, section in config.policies.items()}
-    students = supervised.students_of(config, base, kind, data)
-    return {name: supervised.weighted(s.train[: s.batch_size]) for name, s in students.items()}
+    students = supervised.data_of(config, base, kind, data)
+    return {name: supervised.weighted(s.train[: s.per_step]) for name, s in students.items()}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -8,14 +8,14 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LEVELS = [
-    {"launch", "figures"},  # figures runs it
+    {"launch", "figures", "api"},  # figures runs launch
     {"jobs"},
     {"bench", "aot", "service"},
     {"train", "rollout", "catalog", "residency", "envs"},
     {"models"},
     {"lora"},
     {"params", "sharding", "mesh", "checkpoint", "multihost", "metrics", "compiling", "data", "host", "digest", "nested"},
-    {"errors"},  # everybody may raise a UserError
+    {"errors", "files"},  # all may raise a UserError, and write a file
 ]
 ONLY_IN = {  # optional packages, and what only one place may know
     "torch": "bench/",

@@ -120,7 +120,7 @@ def check_fixed(job, base, loaded, digest, kept):
     for step, rollouts in kept.items():
         asked = [
             member.sampling.request(
-                prompt=tuple(member.prompts[i]), adapter=slots["r"], n=member.sampling.group_size, seed=seed, stop_ids=job.stop_ids
+                prompt=tuple(member.train[i]), adapter=slots["r"], n=member.sampling.group_size, seed=seed, stop_ids=job.stop_ids
             )
             for i, seed in job._draw("ppo", step)
         ]

@@ -94,6 +94,8 @@ def reference(logp_BM, t, c):
         "max_gap": (first - old).abs().max(),
         "pairs": len(paired),
         "margin_sum": sum(paired),
+        "chosen_sum": sum(c.dpo_beta * float(gain[2 * z].detach()) for z, w in enumerate(t.pair_weights) if w > 0),
+        "rejected_sum": sum(c.dpo_beta * float(gain[2 * z + 1].detach()) for z, w in enumerate(t.pair_weights) if w > 0),
         "preferred_sum": sum(m > 0 for m in paired),
     }
     return float(total.detach()), logp_all.grad.numpy(), {name: float(torch.as_tensor(value).detach()) for name, value in metrics.items()}

@@ -294,14 +294,14 @@ def test_a_clip_has_its_paper_s_lower_side(kind, low):
 
 def test_means_are_reported_for_what_a_loss_has():
     totals = {"loss": 3.0, "tokens": 4.0, "pairs": 2.0, "logp_sum": -8.0, "kl_sum": 1.0, "clipped_sum": 2.0, "masked_sum": 3.0}
-    totals |= {"gap_sum": 5.0, "max_gap": 4.5, "margin_sum": 7.0, "preferred_sum": 1.0}
+    totals |= {"gap_sum": 5.0, "max_gap": 4.5, "margin_sum": 7.0, "preferred_sum": 1.0, "chosen_sum": 5.0, "rejected_sum": -2.0}
     shared = {"loss": 3.0, "tokens": 4.0, "logp": -2.0}
     sampled = {"clipped": 0.5, "masked": 0.75, "gap": 1.25, "max_gap": 4.5}
     alone = totals | {"pairs": 0.0}
     assert summarise(alone, LossConfig("cross_entropy")) == shared
     assert summarise(alone, LossConfig("ppo")) == shared | sampled
     assert summarise(alone, LossConfig("ppo", kl_kind="k1", kl=0.1)) == shared | sampled | {"kl": 0.25}
-    assert summarise(totals, LossConfig("dpo")) == shared | {"kl": 0.25, "margin": 3.5, "preferred": 0.5}
+    assert summarise(totals, LossConfig("dpo")) == shared | {"kl": 0.25, "margin": 3.5, "preferred": 0.5, "chosen": 2.5, "rejected": -1.0}
 
 
 def test_loss_configs_become_columns_of_numbers():

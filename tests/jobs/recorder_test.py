@@ -9,7 +9,7 @@ import pytest
 
 from mint_jax.catalog.packed import Schema
 from mint_jax.errors import UserError
-from mint_jax.jobs import claim, hold
+from mint_jax.jobs import hold, recorder
 from mint_jax.jobs.catalogs import JobCatalog
 from mint_jax.jobs.hold import Hold
 from mint_jax.jobs.recorder import Snapshot
@@ -35,7 +35,7 @@ def claimed(catalog, folder, names=NAMES, schema=SCHEMA, fixed=()):
     folder.mkdir(exist_ok=True)
     hold = Hold(folder)
     hold.release()
-    return claim.claim_policies(catalog, dict.fromkeys(names, schema), folder / "run.json", dict(fixed), hold)
+    return recorder.claim_policies(catalog, dict.fromkeys(names, schema), folder / "run.json", dict(fixed), hold)
 
 
 def export(recorder, step, value, final=False, names=NAMES):
@@ -166,22 +166,22 @@ def test_an_unknown_source_of_rollouts_is_refused(catalog, tmp_path):
 
 
 def test_a_run_of_another_machine_is_waited_for_until_it_proves_dead_or_alive(catalog, tmp_path, monkeypatch):
-    monkeypatch.setattr(claim, "SESSION_S", 1.0)
-    monkeypatch.setattr(claim, "POLL_S", 0.05)
+    monkeypatch.setattr(recorder, "SESSION_S", 1.0)
+    monkeypatch.setattr(recorder, "POLL_S", 0.05)
     monkeypatch.setattr(hold, "_machine", lambda host: "elsewhere/1")
     first = claimed(catalog, tmp_path / "a").recorder
     monkeypatch.undo()
-    monkeypatch.setattr(claim, "POLL_S", 0.05)
-    sleep, session = claim.time.sleep, first.sessions["p"]
+    monkeypatch.setattr(recorder, "POLL_S", 0.05)
+    sleep, session = recorder.time.sleep, first.sessions["p"]
 
     def sleep_while_it_renews(seconds):
         catalog.main.renew_session(session, 60.0)
         sleep(seconds)
 
-    monkeypatch.setattr(claim.time, "sleep", sleep_while_it_renews)
+    monkeypatch.setattr(recorder.time, "sleep", sleep_while_it_renews)
     with pytest.raises(UserError, match=r"being trained by 'run [0-9a-f]{32} on elsewhere/1, process"):
         claimed(catalog, tmp_path / "a")
-    monkeypatch.setattr(claim.time, "sleep", sleep)
+    monkeypatch.setattr(recorder.time, "sleep", sleep)
     catalog.main.renew_session(session, 0.3)  # its last: from here it is dead
     began = time.monotonic()
     again = claimed(catalog, tmp_path / "a").recorder

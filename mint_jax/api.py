@@ -1,0 +1,210 @@
+"""A notebook's way in: a resident base, policies over it and a catalog, by the very objects that jobs use.
+
+import mint_jax as mint
+
+base = mint.load("smollm2-135m-instruct")
+policy = base.policy("adder", rank=8, learning_rate=1e-3)
+for _ in range(8):
+    policy.train_step([{"prompt": "2 + 2 =", "completion": " 4"}, {"prompt": "3 + 4 =", "completion": " 7"}])
+print(base.sample("3 + 5 ="), policy.sample("3 + 5 ="))
+with mint.open("runs/mine") as catalog:
+    policy.save(catalog, why="first lesson")
+    print(base.sample("3 + 5 =", catalog["adder@latest"]))
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from mint_jax import host
+from mint_jax import mesh as mesh_lib
+from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.catalog.packed import Schema, pack
+from mint_jax.catalog.records import Revision
+from mint_jax.errors import UserError
+from mint_jax.jobs import adapters, common, sft, supervised
+from mint_jax.jobs.catalogs import JobCatalog
+from mint_jax.lora.tree import ALL_LINEAR, AdapterConfig, Slot, Stacks, spelled_out
+from mint_jax.models import base as base_lib
+from mint_jax.models.base import Base
+from mint_jax.rollout.engine import Completion, DenseEngine, Request
+from mint_jax.train.batch import Group
+from mint_jax.train.state import OptimizerConfig
+from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer, summarise
+
+Prompt = str | list[dict[str, str]]  # text as it is, or messages through the chat template
+Row = dict[str, Any]
+
+
+def load(name: str, dtype: str = "float32", quantise: str = "", mesh: Mesh | None = None) -> "Model":
+    """A base, resident on all devices of this process or on those of ``mesh``.
+
+    Args:
+        name: a directory, a packaged base or a hub's name.
+
+    Raises:
+        UserError: no such base, or one that cannot be read.
+    """
+    host.keep_freed_memory()
+    host.use_compilation_cache(base_lib.cache_dir() / "compiled")
+    return Model(base_lib.load(name, mesh or mesh_lib.make_mesh(), dtype, quantise=quantise))
+
+
+def open(place: str | Path, payloads: str = "") -> "Store":
+    """A catalog: a folder, made where there is none, or a database's URL with a place for the payloads."""
+    return Store(JobCatalog(place, payloads, create=True))
+
+
+class Model:
+    """A resident base and the policies that train over it.
+
+    Attributes:
+        base: the frozen base itself.
+        trainer: of the policies; None before the first.
+        engine: samples.
+    """
+
+    def __init__(self, base: Base):
+        self.base = base
+        self.trainer: Trainer | None = None
+        self.engine = DenseEngine(base, base.tokenizer.decode if base.tokenizer is not None else None)
+
+    def policy(
+        self,
+        name: str,
+        rank: int = 8,
+        *,
+        alpha: float | None = None,
+        targets: tuple[str, ...] = (ALL_LINEAR,),
+        learning_rate: float = 1e-4,
+        optimizer: OptimizerConfig | None = None,
+        loss: LossConfig = LossConfig("cross_entropy"),
+        seed: int = 0,
+    ) -> "Policy":
+        """A new policy, whose adapter changes nothing yet.
+
+        Args:
+            alpha: the adapter's scale is ``alpha / rank``; twice the rank by default.
+            optimizer: AdamW's numbers and schedule, in place of ``learning_rate`` and the defaults.
+
+        Raises:
+            UserError: the name is taken, or the base has no such target.
+        """
+        adapter = AdapterConfig(rank, 2.0 * rank if alpha is None else alpha, targets)
+        config = PolicyConfig(name, adapter, optimizer or OptimizerConfig(learning_rate), loss, common.policy_seed(seed, name))
+        if self.trainer is None:
+            self.trainer = Trainer(self.base, [config])
+        else:
+            self.trainer.join(config)
+        return Policy(self, self.trainer, name)
+
+    def sample(self, prompt: Prompt, revision: "Stored | None" = None, **settings: Any) -> str:
+        """One completion of the base, or of a stored revision over it; settings as ``rollout.engine.Request`` names them."""
+        return self.completions([prompt], revision, **settings)[0][0].text or ""
+
+    def completions(self, prompts: Sequence[Prompt], revision: "Stored | None" = None, **settings: Any) -> list[list[Completion]]:
+        """``n`` completions of each prompt, with tokens and log-probabilities."""
+        names, store = ([], None) if revision is None else ([revision.digest], revision.store)
+        with adapters.pool_of(self.base, names, store, 1) as pool, pool.hold(names) as held:
+            return self._generate(prompts, held.slot(names[0] if names else None), held.stacks, settings, *pool.digests.values())
+
+    def _generate(
+        self, prompts: Sequence[Prompt], slot: Slot | None, stacks: Stacks, settings: dict[str, Any], revision: str | None = None
+    ) -> list[list[Completion]]:
+        settings = {"stop_ids": self.base.need_tokenizer().eos_ids, "temperature": 0.0} | settings
+        encoded = [tuple(common.encode(self.base, prompt)) for prompt in prompts]
+        return self.engine.generate([Request(p, slot, revision=revision, **settings) for p in encoded], stacks)
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """A policy in training over a ``Model``; others train beside it."""
+
+    model: Model
+    trainer: Trainer
+    name: str
+
+    def sample(self, prompt: Prompt, **settings: Any) -> str:
+        """One completion of the policy as it is now, greedy unless ``temperature`` says otherwise."""
+        return self.completions([prompt], **settings)[0][0].text or ""
+
+    def completions(self, prompts: Sequence[Prompt], **settings: Any) -> list[list[Completion]]:
+        """``n`` completions of each prompt, with tokens and log-probabilities."""
+        return self.model._generate(prompts, self.trainer.slots[self.name], self.trainer.stacks, settings)
+
+    def train_step(self, rows: Sequence[Row] | Sequence[Group]) -> dict[str, float]:
+        """One update: ``forward_backward`` and ``optim_step``. Its metrics are means over target tokens."""
+        totals = self.forward_backward(rows)
+        return summarise(totals, self.trainer.policies[self.name].loss) | self.optim_step()
+
+    def forward_backward(self, rows: Sequence[Row] | Sequence[Group]) -> dict[str, float]:
+        """Adds the gradient of these rows to the policy's sum; metrics are sums over target tokens.
+
+        Args:
+            rows: of SFT (``{"prompt", "completion"}``, ``{"text"}`` or ``{"messages"}``), whose loss is a mean over target tokens; or
+                groups with weights of their own, for any loss.
+
+        Raises:
+            UserError: a row without what is needed.
+        """
+        if not rows:
+            raise UserError("there are no rows to train on: give at least one")
+        groups = [row if isinstance(row, Group) else sft.to_group(self.model.base, row, f"row {n}", True) for n, row in enumerate(rows, 1)]
+        if not isinstance(rows[0], Group):
+            groups = supervised.weighted(groups)
+        return self.trainer.forward_backward({self.name: groups})[self.name]
+
+    def optim_step(self) -> dict[str, float]:
+        """Applies the gradient sum, and clears it."""
+        return self.trainer.optim_step([self.name])[self.name]
+
+    @property
+    def steps(self) -> int:
+        """Updates behind the policy."""
+        slot = self.trainer.slots[self.name]
+        return int(self.trainer.state[slot.bucket].steps[slot.index])
+
+    def save(self, catalog: "Store | str | Path", why: str = "") -> Revision:
+        """Makes the policy, as it is now, a revision, which ``NAME@latest`` then names."""
+        if not isinstance(catalog, Store):
+            with open(catalog) as store:
+                return self.save(store, why)
+        config = spelled_out(self.trainer.policies[self.name].adapter, self.trainer.specs)
+        data = pack(self.trainer.adapter(self.name), Schema(self.model.base.fingerprint, config))
+        return catalog.catalog.export(self.name, data, self.steps, create=True, why=why)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """What a name stood for when it was looked up."""
+
+    store: JobCatalog
+    name: str
+    digest: str
+
+
+class Store:
+    """A catalog by names: ``store["adder@latest"]``; ``store.catalog`` has everything else."""
+
+    def __init__(self, place: JobCatalog):
+        self._place = place
+
+    @property
+    def catalog(self) -> Catalog:
+        return self._place.main
+
+    def __getitem__(self, name: str) -> Stored:
+        found = self.catalog.resolve(name)
+        return Stored(self._place, f"{found.policy}@{found.number}", found.digest)
+
+    def close(self) -> None:
+        self._place.close()
+
+    def __enter__(self) -> "Store":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,102 @@
+"""``import mint_jax as mint``: the README's ten lines, and that its objects do what those of the jobs do."""
+
+import re
+from pathlib import Path
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+import mint_jax as mint
+from mint_jax import api, mesh
+from mint_jax.jobs import sft, supervised
+from mint_jax.lora.tree import AdapterConfig
+from mint_jax.train.state import OptimizerConfig
+from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
+
+ROWS = [{"prompt": "2 + 2 =", "completion": " 4"}, {"text": "two and two are four"}, {"prompt": "3 + 4 =", "completion": " 7"}]
+
+
+@pytest.fixture
+def model():
+    return mint.load("tiny-random", mesh=mesh.single_device_mesh())
+
+
+def test_every_name_is_there_and_no_other():
+    for name in mint.__all__:
+        assert getattr(mint, name) is not None
+    assert {"load", "open", "Trainer", "Catalog", "AdapterConfig", "LossConfig", "ListEnvironment"} <= set(dir(mint))
+    with pytest.raises(AttributeError, match="nothing"):
+        mint.nothing  # noqa: B018
+
+
+def test_the_lines_of_the_readme_run(tmp_path, monkeypatch, capsys):
+    [code] = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text(), re.S)
+    assert len(code.strip().splitlines()) <= 11
+    monkeypatch.chdir(tmp_path)
+    load = api.load
+    monkeypatch.setattr(api, "load", lambda name: load("tiny-random", mesh=mesh.single_device_mesh()))
+    exec(code, {})
+    shown = capsys.readouterr().out.splitlines()
+    assert len(shown) == 2
+    assert shown[0].endswith(shown[1]), "the stored revision answers as the policy did"
+
+
+def test_training_sampling_and_saving_are_those_of_the_jobs(model, tmp_path):
+    mine = model.policy("a", 3, targets=("q", "down"), learning_rate=1e-2, seed=5)
+    config = PolicyConfig("a", AdapterConfig(3, 6.0, ("q", "down")), OptimizerConfig(1e-2), LossConfig("cross_entropy"))
+    config = PolicyConfig(**{**vars(config), "seed": model.trainer.policies["a"].seed})
+    theirs = Trainer(model.base, [config])
+    groups = supervised.weighted([sft.to_group(model.base, row, "row", True) for row in ROWS])
+    before = model.sample("3 + 4 =", max_tokens=6)
+    assert mine.sample("3 + 4 =", max_tokens=6) == before, "a fresh adapter changes nothing"
+    losses = []
+    for _ in range(3):
+        said, expected = mine.train_step(ROWS), theirs.update({"a": groups})["a"]
+        assert said == expected
+        losses.append(said["loss"])
+    assert losses[2] < losses[0]
+    chex.assert_trees_all_equal(model.trainer.adapter("a"), theirs.adapter("a"))
+    assert mine.steps == 3
+    made = mine.save(tmp_path / "catalog", why="a test")
+    assert (made.policy, made.number, made.step) == ("a", 1, 3)
+    [[now]] = mine.completions(["3 + 4 ="], max_tokens=6)
+    mine.train_step(ROWS)
+    with mint.open(tmp_path / "catalog") as store:
+        stored = store["a@latest"]
+        assert (stored.name, stored.digest) == ("a@1", made.digest)
+        [[kept]] = model.completions(["3 + 4 ="], stored, max_tokens=6)
+    assert (kept.tokens, kept.revision) == (now.tokens, made.digest)
+    np.testing.assert_allclose(kept.logprobs, now.logprobs, atol=1e-5)
+    assert model.sample("3 + 4 =", max_tokens=6) == before, "the base stays as it was"
+
+
+def test_a_policy_that_joins_leaves_the_others_as_they_are(model):
+    first = model.policy("first", 3, targets=("q",), learning_rate=1e-2)
+    first.train_step(ROWS)
+    first.forward_backward(ROWS[:1])
+    trainer = model.trainer
+    before = jax.tree.map(lambda x: np.array(x[0] if x.ndim == 1 else x[:, 0]), trainer.state[4])
+    model.policy("second", 4, targets=("v", "q"), learning_rate=1e-2).train_step(ROWS)
+    model.policy("third", 30, learning_rate=1e-2)
+    assert list(trainer.slots) == ["first", "second", "third"]
+    after = jax.tree.map(lambda x: np.array(x[0] if x.ndim == 1 else x[:, 0]), trainer.state[4])
+    held = dict(jax.tree_util.tree_leaves_with_path(before))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(after):
+        if path in held:
+            np.testing.assert_array_equal(leaf, held[path], err_msg=str(path))
+        else:
+            assert not leaf.any(), "a projection that it does not target"
+    alone = mint.load("tiny-random", mesh=mesh.single_device_mesh())
+    same = alone.policy("first", 3, targets=("q",), learning_rate=1e-2)
+    for policy in (same, first):
+        if policy is same:
+            policy.train_step(ROWS)
+            policy.forward_backward(ROWS[:1])
+        policy.optim_step()
+    chex.assert_trees_all_close(trainer.adapter("first"), alone.trainer.adapter("first"), rtol=1e-6, atol=1e-9)
+    with pytest.raises(mint.UserError, match="'first' is in training already"):
+        model.policy("first")
+    with pytest.raises(mint.UserError, match="no rows"):
+        first.train_step([])
