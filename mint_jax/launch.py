@@ -18,6 +18,7 @@ import logging
 import shutil
 import signal
 import sys
+import sysconfig
 import textwrap
 import traceback
 from collections.abc import Sequence
@@ -34,6 +35,7 @@ from mint_jax.jobs.common import Config, finish
 from mint_jax.models.base import cache_dir
 
 FLAG = "--config."
+SHIPPED = Path(sysconfig.get_path("data")) / "share" / "mint_jax"  # what a wheel brings beside the package
 
 
 class _Parser(argparse.ArgumentParser):
@@ -74,6 +76,8 @@ def read_config(file: Path, argument: str | None) -> ConfigDict:
     Raises:
         UserError: no such file, no ``get_config`` in it, or an argument that it refuses.
     """
+    if not file.is_file() and (installed := SHIPPED / file).is_file():
+        file = installed  # a wheel's, where there is no checkout
     if not file.is_file():
         raise UserError(f"config {file} does not exist: check the path of --config")
     if (folder := str(file.parent.resolve())) not in sys.path:
