@@ -78,7 +78,7 @@ def _margins(scores: list[list[np.ndarray]]) -> np.ndarray:
     return np.array([chosen.sum() - rejected.sum() for chosen, rejected in scores], np.float64)
 
 
-DPO = supervised.Kind(to_group, from_env, chat.PREFERENCES, measure, "margin")
+DPO = supervised.Kind(to_group, from_env, chat.PREFERENCES, measure, "margin", higher=True)
 
 
 def run(config: Config, workdir: Path) -> dict[str, Any]:

@@ -304,14 +304,15 @@ class ConcurrentGrpo:
             out[name] |= rollout_metrics(rollout, rewards)
         return out
 
-    def evaluate(self) -> dict[str, tuple[float, list[str]]]:
-        """Held-out reward of every policy as it is, and one completion a prompt.
+    def evaluate(self, names: Sequence[str] | None = None) -> dict[str, tuple[float, list[str]]]:
+        """Held-out reward of these policies as they are, of all by default, and one completion a prompt.
 
         The reward is the mean over ``eval.samples`` samples a prompt, drawn as in training with seeds of their own.
         """
         requests, owners = [], []
         n = self.config.eval.samples
-        for name, m in self.members.items():
+        members = {name: self.members[name] for name in names or self.members}
+        for name, m in members.items():
             for i, prompt in enumerate(m.held_out):
                 requests.append(
                     m.sampling.request(prompt=tuple(prompt), adapter=self.trainer.slots[name], n=n, seed=i * n, stop_ids=self.stop_ids)
@@ -321,13 +322,13 @@ class ConcurrentGrpo:
         results = self.engine.generate(requests, self.trainer.stacks, lambda done, _: progress.update(done, "prompts"))
 
         def judge() -> dict[str, tuple[float, list[str]]]:
-            rewards: dict[str, list[float]] = {name: [] for name in self.members}
-            texts: dict[str, list[str]] = {name: [] for name in self.members}
+            rewards: dict[str, list[float]] = {name: [] for name in members}
+            texts: dict[str, list[str]] = {name: [] for name in members}
             for (name, i), completions in zip(owners, results):
                 env = self.members[name].env
                 rewards[name] += [checked_reward(name, env, c, env.held_out[i]) for c in completions]
                 texts[name].append(completions[0].text or "")
-            return {name: (float(np.mean(rewards[name])), texts[name]) for name in self.members}
+            return {name: (float(np.mean(rewards[name])), texts[name]) for name in members}
 
         return multihost.agree("held-out rewards", lambda: self.watch.over(judge))
 
@@ -461,9 +462,12 @@ def _run(config: Config, workdir: Path, job: ConcurrentGrpo, run: TrainingRun, u
                 "train_s": spent["train_s"] + time.monotonic() - clock,
                 "sampled_tokens": spent["sampled_tokens"] + job.tokens,
             }
+            scores = {name: reward for name, (reward, _) in job.evaluate(unit.names).items()} if run.measures(unit.step) else {}
+            for name, score in scores.items():
+                rows[name]["held_out_reward"] = score
             rewards = " ".join(f"{n}={history[n][-1]:.2f}" for n in names if history[n])
             speed = job.tokens / (time.monotonic() - clock)
-            run.record(unit.step, rows, f"step {unit.step + 1}: reward {rewards}, {speed:.0f} sampled tokens/s")
+            run.record(unit.step, rows, f"step {unit.step + 1}: reward {rewards}, {speed:.0f} sampled tokens/s", scores)
     revisions = run.close()
     after = job.evaluate()
     before = run.notes["before"]

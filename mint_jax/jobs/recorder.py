@@ -154,6 +154,10 @@ class Recorder:
 
         self._put(work)
 
+    def promote(self, policy: str, snapshot: Snapshot, alias: str, why: str) -> None:
+        """Points an alias at the revision of a snapshot that was exported before, later."""
+        self._put(lambda: self.catalog.promote(policy, snapshot.digest, alias, why=why))
+
     def checkpoint(self, place: str, steps: Mapping[str, int], keep: int | None = None) -> None:
         """Records a durable checkpoint of policies at these steps, later, unless it is recorded already.
 

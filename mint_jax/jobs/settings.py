@@ -126,6 +126,7 @@ class Training(WithCatalog):
         max_tokens_per_pass: tokens of one forward and backward pass; larger updates accumulate over several.
         tenant: whose the policies are in the catalog.
         export_every: steps from one revision to the next; the last step always exports.
+        eval_every: steps from one measurement on held-out data to the next, the best of which the alias best names; 0: none on the way.
         checkpoint: when training is saved.
         tensorboard: whether metrics are written for TensorBoard too.
     """
@@ -136,6 +137,7 @@ class Training(WithCatalog):
     max_tokens_per_pass: Count = 16384
     tenant: str = "default"
     export_every: Count = 10
+    eval_every: Natural = 0
     checkpoint: Checkpoint = Checkpoint()
     tensorboard: bool = True
 

@@ -79,7 +79,7 @@ def measure(trainer: Trainer, data: dict[str, PolicyData]) -> dict[str, dict[str
     return out
 
 
-SFT = supervised.Kind(to_group, from_env, chat.SUPERVISED, measure, "loss")
+SFT = supervised.Kind(to_group, from_env, chat.SUPERVISED, measure, "loss", higher=False)
 
 
 def run(config: Config, workdir: Path) -> dict[str, Any]:

@@ -83,6 +83,7 @@ class Kind:
         forms: the columns of rows.
         measure: held-out metrics of every policy, with its adapter or as it began.
         headline: the metric that tables and progress lines show.
+        higher: whether more of it is better.
     """
 
     to_group: Callable[[Base, Row, str, bool], Group]
@@ -90,6 +91,7 @@ class Kind:
     forms: chat.Forms
     measure: Callable[[Trainer, dict[str, PolicyData]], dict[str, dict[str, float]]]
     headline: str
+    higher: bool
 
 
 Located = tuple[str, Row]  # a row and what to call it in an error
@@ -190,7 +192,12 @@ def _run(
             rows = trainer.update(groups)
             for name, row in rows.items():
                 history[name].append(row[headline])
-            run.record(step, rows, f"step {step + 1}: {headline} " + " ".join(f"{n}={r[headline]:.3f}" for n, r in rows.items()))
+            scores = {}
+            if run.measures(step):
+                for name, values in measure(trainer, data).items():
+                    rows[name] |= {f"held_out_{key}": value for key, value in values.items()}
+                    scores[name] = values[headline] if kind.higher else -values[headline]
+            run.record(step, rows, f"step {step + 1}: {headline} " + " ".join(f"{n}={r[headline]:.3f}" for n, r in rows.items()), scores)
 
     revisions = run.close()
     after, before = measure(trainer, data), run.notes["before"]

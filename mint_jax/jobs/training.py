@@ -309,8 +309,17 @@ class TrainingRun:
 
         self._recorder.rollout(full, step, make, last)
 
-    def record(self, step: int, rows: dict[str, dict[str, Any]], detail: str) -> None:
-        """Notes one update of some policies: metrics, progress, and exports and a checkpoint when they are due."""
+    def measures(self, step: int) -> bool:
+        """Whether policies are measured on held-out data after this step."""
+        return self.config.eval_every > 0 and (step + 1) % self.config.eval_every == 0
+
+    def record(self, step: int, rows: dict[str, dict[str, Any]], detail: str, scores: Mapping[str, float] = MappingProxyType({})) -> None:
+        """Notes one update of some policies: metrics, progress, and exports and a checkpoint when they are due.
+
+        Args:
+            scores: on held-out data after the update, higher is better. A policy's best so far becomes the revision that its alias
+                ``best`` names.
+        """
         for name, row in rows.items():
             self.step[name] = step + 1
             self._snapshots.pop(name, None)
@@ -322,8 +331,17 @@ class TrainingRun:
         due = min(self.step.values()) >= self._due
         if due and self._recorder is not None:
             self._recorder.drain()  # a resumed run does not come back to the steps before its checkpoint
+        best = self.notes.setdefault("best", {})
+        better = {name: score for name, score in scores.items() if name not in best or score > best[name][0]}
         if self._exports(step + 1):
             self._export(rows, step + 1)
+        elif better:
+            self._export(better, step + 1)
+        for name, score in better.items():
+            best[name] = [score, step + 1]
+            snapshot = self.snapshot(name)
+            if self._recorder is not None:
+                self._recorder.promote(self.names[name], snapshot, "best", f"best on held-out data so far, after step {step + 1}")
         if due:
             self.save()
             self._due = min(self.step.values()) + self.config.checkpoint.every

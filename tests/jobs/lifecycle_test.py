@@ -1,5 +1,6 @@
 """A training's course: interrupted, resumed, finished, started again, and gone on from a revision that exists."""
 
+import dataclasses
 import json
 import math
 import os
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.errors import Interrupted, UserError
 from mint_jax.jobs import dpo, grpo, sft
 from mint_jax.train.trainer import Trainer
@@ -154,3 +156,23 @@ def test_an_alpha_that_is_no_scale_is_refused_up_front(alpha, tmp_path, monkeypa
     monkeypatch.setattr(Trainer, "update", lambda *a, **k: pytest.fail("trained"))
     with pytest.raises(UserError, match=rf"policies.adder.adapter.alpha is {alpha}; expected a finite number above 0"):
         sft.run(config, tmp_path)
+
+
+@pytest.mark.parametrize("job", [sft, grpo], ids=["sft", "grpo"])
+def test_the_best_revision_on_held_out_data_is_kept_under_an_alias(job, tmp_path, monkeypatch):
+    """Of four measurements the second is the best; the last, which equals it, does not take its place."""
+    name, only = (("sft", "adder"), ("grpo", "ppo"))[job is grpo]
+    if job is sft:
+        losses = iter([9.0, 3.0, 1.0, 2.0, 1.0, 9.0])  # before, four on the way, after
+        monkeypatch.setattr(sft, "SFT", dataclasses.replace(sft.SFT, measure=lambda *args: {only: {"loss": next(losses)}}))
+    else:
+        rewards = iter([0.0, 1.0, 3.0, 2.0, 3.0, 0.0])
+        monkeypatch.setattr(grpo.ConcurrentGrpo, "evaluate", lambda *args: {only: (next(rewards), [""] * 100)})
+    job.run(tiny(name, only, steps=8, export_every=8, eval_every=2, tensorboard=False), tmp_path)
+    key, values = ("held_out_loss", [3.0, 1.0, 2.0, 1.0]) if job is sft else ("held_out_reward", [1.0, 3.0, 2.0, 3.0])
+    assert [row.get(key) for row in rows(tmp_path)] == [value for pair in zip([None] * 4, values) for value in pair]
+    with Catalog.open(tmp_path / "catalog") as catalog:
+        assert [revision.step for revision in catalog.revisions(only)] == [2, 4, 8]
+        assert catalog.revision(only, "best").step == 4
+        assert catalog.revision(only, "latest").step == 8
+        assert [move.after for move in catalog.history(only, "best")] == [1, 2]
