@@ -5,10 +5,13 @@ before it; a rollback to an older move lies on what that one lay on. Going back 
 promotion of the bad revision undoes a rollback. The whole history stays in the audit log.
 """
 
+from collections.abc import Sequence
+
 import sqlalchemy as sa
 
 from mint_jax.catalog import audit, policies
 from mint_jax.catalog.audit import Author
+from mint_jax.catalog.database import chunks
 from mint_jax.catalog.records import Alias, full_name
 from mint_jax.catalog.tables import aliases, revisions
 from mint_jax.catalog.tables import audit as log
@@ -29,6 +32,16 @@ def listing(connection: sa.Connection, policy: sa.Row) -> list[Alias]:
     """All aliases of a policy."""
     mine = full_name(policy.tenant, policy.name)
     return [Alias(mine, row.name, row.number, row.digest.hex(), row.version, row.updated_at) for row in connection.execute(_of(policy))]
+
+
+def of_many(connection: sa.Connection, ids: Sequence[int]) -> dict[int, list[str]]:
+    """``name@number`` of every alias of these policies, by policy and in order of names."""
+    out: dict[int, list[str]] = {}
+    for some in chunks(ids):
+        query = sa.select(aliases.c.policy_id, aliases.c.name, revisions.c.number).join(revisions, aliases.c.revision_id == revisions.c.id)
+        for policy_id, name, number in connection.execute(query.where(aliases.c.policy_id.in_(some)).order_by(aliases.c.name)).tuples():
+            out.setdefault(policy_id, []).append(f"{name}@{number}")
+    return out
 
 
 def promote(connection: sa.Connection, author: Author, policy: sa.Row, target: sa.Row, alias: str) -> Alias:

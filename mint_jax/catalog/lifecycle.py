@@ -178,11 +178,15 @@ class Catalog:
         return self.database.read(lambda c: policies.record(c, *key))
 
     def policies(
-        self, tenant: str | None = None, after: str | None = None, limit: int = 100, state: str | None = None
+        self, tenant: str | None = None, after: str | None = None, limit: int = 100, state: str | None = None, match: str = ""
     ) -> list[PolicyRecord]:
-        """A page of policies in the order of tenant and name; the next page begins ``after`` the last one's ``policy``."""
+        """A page of policies in the order of tenant and name; the next page begins ``after`` the last one's ``policy``.
+
+        Args:
+            match: only policies whose name has this in it.
+        """
         key = None if after is None else names.parse_policy(after)
-        return self.database.read(lambda c: policies.page(c, tenant, key, limit, state))
+        return self.database.read(lambda c: policies.page(c, tenant, key, limit, state, match))
 
     def revisions(self, policy: str, after: int = 0, limit: int = 1000) -> list[Revision]:
         """A page of a policy's revisions by number."""
@@ -343,6 +347,11 @@ class Catalog:
     def aliases(self, policy: str) -> list[Alias]:
         """All aliases of a policy by name."""
         return self._look(policy, aliases.listing)
+
+    def aliases_of(self, records: Sequence[PolicyRecord]) -> dict[str, list[str]]:
+        """``alias@number`` of all aliases of these policies, by their full names."""
+        found = self.database.read(lambda c: aliases.of_many(c, [one.id for one in records]))
+        return {one.policy: found.get(one.id, []) for one in records}
 
     def history(self, policy: str, alias: str = "serving", *, after: int = 0, limit: int = 1000) -> list[AuditEntry]:
         """The moves of an alias, oldest first; the next page begins ``after`` the last one's id."""

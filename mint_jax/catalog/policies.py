@@ -113,13 +113,17 @@ def record(connection: sa.Connection, tenant: str, name: str) -> PolicyRecord:
     return _records(connection, [find(connection, tenant, name)])[0]
 
 
-def page(connection: sa.Connection, tenant: str | None, after: tuple[str, str] | None, limit: int, state: str | None) -> list[PolicyRecord]:
-    """Policies ordered by tenant and name, those behind ``after``."""
+def page(
+    connection: sa.Connection, tenant: str | None, after: tuple[str, str] | None, limit: int, state: str | None, match: str = ""
+) -> list[PolicyRecord]:
+    """Policies ordered by tenant and name, those behind ``after``, whose name has ``match`` in it."""
     query = sa.select(policies, schemas.c.json).join(schemas).order_by(policies.c.tenant, policies.c.name).limit(limit)
     if tenant is not None:
         query = query.where(policies.c.tenant == tenant)
     if state is not None:
         query = query.where(policies.c.state == state)
+    if match:
+        query = query.where(policies.c.name.contains(match, autoescape=True))
     if after is not None:
         query = query.where(sa.tuple_(policies.c.tenant, policies.c.name) > sa.tuple_(*after))
     return _records(connection, list(connection.execute(query)))

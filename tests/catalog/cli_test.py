@@ -82,6 +82,28 @@ def test_ls_lists_policies_page_by_page(run, told):
     assert "--after" not in out
 
 
+def test_ls_shows_where_aliases_point_and_finds_names(run, told):
+    shown = {one["policy"]: one["aliases"] for one in told("ls")["policies"]}
+    assert shown["chat"] == ["latest@3", "serving@2"]
+    assert "serving@2" in run("ls")[1]
+    assert [one["policy"] for one in told("ls", "--match=ha")["policies"]] == ["chat"]
+    assert [one["policy"] for one in told("ls", "--match=o", "--tenant=acme")["policies"]] == ["acme/bot"]
+    for nothing in ("%", "_", "acme"):  # no pattern; a tenant is not its policies' name
+        assert told("ls", f"--match={nothing}")["policies"] == []
+
+
+def test_rollouts_are_listed_newest_first(run, told, folder):
+    assert told("rollouts", "chat") == {"rollouts": []}
+    with Catalog.open(folder) as catalog:
+        for step in (1, 2):
+            catalog.rollout("chat", step, b"rollout %d" % step, tokens=10 * step, mean_reward=step / 4)
+    found = told("rollouts", "chat")["rollouts"]
+    assert [(one["step"], one["tokens"], one["mean_reward"]) for one in found] == [(2, 20, 0.5), (1, 10, 0.25)]
+    assert len(told("rollouts", "chat", "--limit=1")["rollouts"]) == 1
+    assert "0.25" in run("rollouts", "chat")[1]
+    assert "'nobody' is not in the catalog" in refused(run, "rollouts", "nobody")
+
+
 def test_ls_of_a_policy_lists_its_revisions(run, told):
     assert [(one["number"], one["step"]) for one in told("ls", "chat")["revisions"]] == [(1, 0), (2, 10), (3, 20)]
     page = told("ls", "chat", "--limit=2")

@@ -18,22 +18,34 @@ from mint_jax.errors import UserError
 def ls(args: argparse.Namespace, catalog: Catalog) -> Result:
     """A page of policies, or of one policy's revisions."""
     if args.policy is not None:
-        if args.tenant or args.state:
-            raise UserError("ls of one policy lists all its revisions: leave --tenant and --state out")
+        if args.tenant or args.state or args.match:
+            raise UserError("ls of one policy lists all its revisions: leave --tenant, --state and --match out")
         found = catalog.revisions(args.policy, _number(args.after), args.limit)
         last = str(found[-1].number) if len(found) == args.limit else None
         return _page({"revisions": found}, [_revision_table("", found)], last)
-    page = catalog.policies(args.tenant, args.after, args.limit, args.state)
-    columns = ("policy", "state", "#revisions", "#rank", "targets", "base", "parent", "session", "changed")
+    page = catalog.policies(args.tenant, args.after, args.limit, args.state, args.match or "")
+    aliases = catalog.aliases_of(page)
+    columns = ("policy", "state", "#revisions", "aliases", "#rank", "targets", "base", "parent", "session", "changed")
     rows = []
     for one in page:
         config = Schema.from_json(one.schema).config
         targets = ",".join(config.targets)
         rows.append(
-            (one.policy, one.state, one.revisions, config.rank, targets, one.base[:12], one.parent, one.session_owner, when(one.touched_at))
+            (
+                one.policy,
+                one.state,
+                one.revisions,
+                ", ".join(aliases[one.policy]),
+                config.rank,
+                targets,
+                one.base[:12],
+                one.parent,
+                one.session_owner,
+                when(one.touched_at),
+            )
         )
     last = page[-1].policy if len(page) == args.limit else None
-    return _page({"policies": [policy_data(one) for one in page]}, [table("", columns, rows)], last)
+    return _page({"policies": [policy_data(one) | {"aliases": aliases[one.policy]} for one in page]}, [table("", columns, rows)], last)
 
 
 def _page(data: dict[str, Any], parts: list[Any], last: str | None) -> Result:
@@ -179,6 +191,13 @@ def evaluations(args: argparse.Namespace, catalog: Catalog) -> Result:
     """Scores."""
     found = catalog.evaluations(args.name, args.limit)
     return Result({"evaluations": found}, [_evaluation_table(found)])
+
+
+def rollouts(args: argparse.Namespace, catalog: Catalog) -> Result:
+    """What training kept of its last steps."""
+    found = catalog.rollouts(args.policy, args.limit)
+    rows = [(one.step, one.tokens, f"{one.mean_reward:.4g}", one.digest[:12], when(one.created_at)) for one in found]
+    return Result({"rollouts": found}, [table("", ("#step", "#tokens", "#mean reward", "digest", "created"), rows)])
 
 
 def verify(args: argparse.Namespace, catalog: Catalog) -> Result:

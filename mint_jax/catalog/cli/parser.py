@@ -111,6 +111,7 @@ def _add_looking(command: Callable[..., argparse.ArgumentParser]) -> None:
     ls.add_argument("policy", nargs="?")
     ls.add_argument("--tenant", help="only this tenant's policies")
     ls.add_argument("--state", choices=("active", "retired"))
+    ls.add_argument("--match", metavar="TEXT", help="only policies whose name has TEXT in it")
     _paging(ls, "the last policy, or the last revision's number, of the page before")
 
     one = command("show", "looking:show", "a policy or a revision with all that belongs to it")
@@ -130,6 +131,10 @@ def _add_looking(command: Callable[..., argparse.ArgumentParser]) -> None:
     evaluations = command("evaluations", "looking:evaluations", "scores of a policy or of one revision")
     evaluations.add_argument("name", help=f"policy, {_REVISION}")
     evaluations.add_argument("--limit", type=_count, default=100, metavar="N")
+
+    rollouts = command("rollouts", "looking:rollouts", "what training kept of a policy's last steps, the newest first")
+    rollouts.add_argument("policy")
+    rollouts.add_argument("--limit", type=_count, default=100, metavar="N")
 
     diff = command("diff", "diff:run", "how two revisions differ: schema, and each projection's change of the weights")
     diff.add_argument("a", metavar="A", help=_REVISION)
