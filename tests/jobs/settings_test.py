@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 
 from mint_jax import figures, launch
 from mint_jax.errors import UserError
-from mint_jax.jobs import JOBS, settings
+from mint_jax.jobs import JOBS, reference, settings
 
 ROOT = Path(__file__).parents[2]
 TEN_LINES = """
@@ -263,3 +263,10 @@ def test_a_file_without_declared_settings_is_its_own_declaration():
         settings.change(None, config, "shape.layer", "4")
     with pytest.raises(UserError, match="n is 'many'; expected a whole number"):
         settings.change(None, config, "n", "many")
+
+
+def test_the_page_of_all_settings_is_up_to_date():
+    """``python -m mint_jax.jobs.reference > docs/settings.md`` makes it anew."""
+    assert (ROOT / "docs" / "settings.md").read_text() == reference.page()
+    for name in [n for n in reference.page().split("\n## ")[1:] if n.startswith("grpo")]:
+        assert "`policies.NAME.adapter.rank` |  |" in name, "what must be given has no default"
