@@ -1,4 +1,4 @@
-# make quickstart | test | bench | figures | lint, each from a fresh clone: they make .venv first. PYTHON= chooses the interpreter.
+# make quickstart | test | bench | figures | lint | docs, each from a fresh clone: they make .venv first. PYTHON= chooses the interpreter.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -23,7 +23,7 @@ comma := ,
 SETUP := $(VENV)/.setup$(EXTRAS:%=-with-%)
 SETUP_DEV := $(VENV)/.setup-dev$(EXTRAS:%=-with-%)
 
-.PHONY: setup setup-dev quickstart test test-long test-slow bench figures lint format clean
+.PHONY: setup setup-dev quickstart test test-long test-slow bench figures lint docs format clean
 
 setup: $(SETUP)
 setup-dev: $(SETUP_DEV)
@@ -74,6 +74,10 @@ lint: setup-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+docs: setup-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 format: setup-dev
 	$(BIN)/ruff check --fix .

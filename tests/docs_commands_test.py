@@ -34,8 +34,8 @@ def test_an_own_task_from_nothing_to_an_adapter_that_peft_loads(tmp_path):
     env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
     commands = 0
     for kind, text in blocks("docs/own_task.md"):
-        if "file=" in kind:
-            (tmp_path / kind.partition("file=")[2]).write_text(text)
+        if named := re.search(r'title="(.*)"', kind):
+            (tmp_path / named[1]).write_text(text)
             continue
         for command in text.splitlines():
             command += " --config.base=tiny-random" if "mint_jax.launch" in command else ""
