@@ -112,6 +112,8 @@ class AdapterSource:
         revisions: by name, of those that are the catalog's.
     """
 
+    unpack = staticmethod(unpack)
+
     def __init__(self, base: Base, catalog: JobCatalog | None):
         self.base, self._catalog = base, catalog
         self.revisions: dict[str, Named] = {}
@@ -153,9 +155,6 @@ class AdapterSource:
         if digest in self._given:
             return self._given[digest]
         return self._main.read_leased(self._leases[digest], verified=False)  # residency does
-
-    def unpack(self, buffer: np.ndarray) -> tuple[Any, Schema]:
-        return unpack(buffer)
 
     def load(self, name: str) -> tuple[AdapterConfig, Any]:
         loaded = read_adapter(self.revisions[name].digest if name in self.revisions else name, self.base, self._catalog)
