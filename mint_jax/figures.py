@@ -71,7 +71,13 @@ RUNS = (
         for replay in (True, False)
     ),
     Run("train_vs_peft", "bench/train_vs_peft.py:long", 20),
-    Run("concurrent_grpo", "bench/concurrent_grpo.py", 5, pictures=(("crossover.png", "concurrent_grpo_crossover.png"),)),
+    Run(
+        "concurrent_grpo",
+        "bench/concurrent_grpo.py",
+        6,
+        ("--config.memory=(8,)",),
+        pictures=(("crossover.png", "concurrent_grpo_crossover.png"),),
+    ),
     Run("handoff", "bench/handoff.py", 4),
     Run("moe_step", "bench/moe_step.py", 4, pictures=(("moe_step.png", "moe_step.png"),)),
     Run("load_base", "bench/load_base.py", 3),

@@ -3,8 +3,9 @@
 Command: python -m mint_jax.launch --config=configs/bench/concurrent_grpo.py --workdir=runs/bench/concurrent_grpo
 Short:   --config=configs/bench/concurrent_grpo.py:ci
 Long:    --config=configs/bench/concurrent_grpo.py:long
-Default size: five minutes on two CPU cores. Half an hour's :long has two steps in place of one, waiting rewards and peak memory
-(twice) of 8 policies and of 3, the overlapped schedule also where rewards take no time, and five points of the crossover.
+Default size: five minutes on two CPU cores; --config.memory=(8,) measures peak memory too, a minute more. Half an hour's :long has
+two steps in place of one, waiting rewards and peak memory (twice) of 8 policies and of 3, the overlapped schedule also where rewards
+take no time, and five points of the crossover.
 """
 
 from ml_collections import ConfigDict
@@ -24,7 +25,7 @@ def get_config(size: str = "default") -> ConfigDict:
     config.schedules = ("sequential", "batched")  # where rewards take no time
     config.waiting = (3,)  # counts that are also measured, by all schedules, where a reward takes reward_s
     config.reward_s = 1.0
-    config.memory = (8,)  # counts whose peak memory is measured, in memory_n processes a schedule
+    config.memory = ()  # counts whose peak memory is measured, in memory_n processes a schedule, half a minute each
     config.memory_n = 1
     config.crossover = (4, 16)  # rollouts of each policy
     config.crossover_policies = 3
