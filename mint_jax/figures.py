@@ -74,8 +74,8 @@ RUNS = (
     Run(
         "concurrent_grpo",
         "bench/concurrent_grpo.py",
-        6,
-        ("--config.memory=(8,)",),
+        7,
+        ("--config.memory=(8,)", "--config.memory_n=2"),
         pictures=(("crossover.png", "concurrent_grpo_crossover.png"),),
     ),
     Run("handoff", "bench/handoff.py", 4),
