@@ -156,7 +156,11 @@ class Recorder:
 
     def promote(self, policy: str, snapshot: Snapshot, alias: str, why: str) -> None:
         """Points an alias at the revision of a snapshot that was exported before, later."""
-        self._put(lambda: self.catalog.promote(policy, snapshot.digest, alias, why=why))
+
+        def work() -> None:
+            self.catalog.promote(policy, snapshot.digest, alias, why=why)
+
+        self._put(work)
 
     def checkpoint(self, place: str, steps: Mapping[str, int], keep: int | None = None) -> None:
         """Records a durable checkpoint of policies at these steps, later, unless it is recorded already.

@@ -52,8 +52,9 @@ class Source(Protocol):
         """A packed object; the caller verifies it."""
         ...
 
-    def unpack(self, buffer: np.ndarray) -> tuple[Any, Any]:
-        """A packed object's factors, and its schema with ``base`` and ``config``."""
+    @property
+    def unpack(self) -> Callable[[np.ndarray], tuple[Any, Any]]:
+        """From a packed object to its factors, and its schema with ``base`` and ``config``."""
         ...
 
     def load(self, name: str) -> tuple[AdapterConfig, Any]:
