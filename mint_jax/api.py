@@ -1,15 +1,17 @@
 """A notebook's way in: a resident base, policies over it and a catalog, by the very objects that jobs use.
 
-import mint_jax as mint
+    import mint_jax as mint
 
-base = mint.load("smollm2-135m-instruct")
-policy = base.policy("adder", rank=8, learning_rate=1e-3)
-for _ in range(8):
-    policy.train_step([{"prompt": "2 + 2 =", "completion": " 4"}, {"prompt": "3 + 4 =", "completion": " 7"}])
-print(base.sample("3 + 5 ="), policy.sample("3 + 5 ="))
-with mint.open("runs/mine") as catalog:
-    policy.save(catalog, why="first lesson")
-    print(base.sample("3 + 5 =", catalog["adder@latest"]))
+    base = mint.load("smollm2-135m-instruct")
+    policy = base.policy("adder", rank=8, learning_rate=1e-3)
+    for _ in range(8):
+        policy.train_step([{"prompt": "2 + 2 =", "completion": " 4"}, {"prompt": "3 + 4 =", "completion": " 7"}])
+    print(base.sample("3 + 5 ="), policy.sample("3 + 5 ="))
+    with mint.open("runs/mine") as catalog:
+        policy.save(catalog, why="first lesson")
+        print(base.sample("3 + 5 =", catalog["adder@latest"]))
+
+The first line of each docstring says what a thing is in the words of the jobs.
 """
 
 import dataclasses
@@ -25,11 +27,13 @@ from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import Schema, pack
 from mint_jax.catalog.records import Revision
 from mint_jax.errors import UserError
-from mint_jax.jobs import adapters, common, sft, supervised
+from mint_jax.jobs import common, sft, supervised
+from mint_jax.jobs.adapters import AdapterSource
 from mint_jax.jobs.catalogs import JobCatalog
 from mint_jax.lora.tree import ALL_LINEAR, AdapterConfig, Slot, Stacks, spelled_out
 from mint_jax.models import base as base_lib
 from mint_jax.models.base import Base
+from mint_jax.residency.pool import Pool
 from mint_jax.rollout.engine import Completion, DenseEngine, Request
 from mint_jax.train.batch import Group
 from mint_jax.train.state import OptimizerConfig
@@ -108,7 +112,7 @@ class Model:
     def completions(self, prompts: Sequence[Prompt], revision: "Stored | None" = None, **settings: Any) -> list[list[Completion]]:
         """``n`` completions of each prompt, with tokens and log-probabilities."""
         names, store = ([], None) if revision is None else ([revision.digest], revision.store)
-        with adapters.pool_of(self.base, names, store, 1) as pool, pool.hold(names) as held:
+        with Pool(self.base, AdapterSource(self.base, store), names, 1) as pool, pool.hold(names) as held:
             return self._generate(prompts, held.slot(names[0] if names else None), held.stacks, settings, *pool.digests.values())
 
     def _generate(

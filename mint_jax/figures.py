@@ -70,7 +70,7 @@ RUNS = (
         for name, _, differs in tables.MISMATCHES
         for replay in (True, False)
     ),
-    Run("train_vs_peft", "bench/train_vs_peft.py:long", 20),
+    Run("train_vs_peft", "bench/train_vs_peft.py", 7, ("--config.compile_s=75",)),
     Run(
         "concurrent_grpo",
         "bench/concurrent_grpo.py",

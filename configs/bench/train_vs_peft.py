@@ -2,7 +2,8 @@
 
 Command: python -m mint_jax.launch --config=configs/bench/train_vs_peft.py --workdir=runs/bench/train_vs_peft
 Short:   --config=configs/bench/train_vs_peft.py:ci
-Long:    --config=configs/bench/train_vs_peft.py:long (torch.compile is tried for the peer too, up to a quarter of an hour)
+Long:    --config=configs/bench/train_vs_peft.py:long (torch.compile is tried for the peer too, up to a quarter of an hour,
+         and, where it is faster, again for each adapter: the whole did not end within 40 minutes)
 Needs the ``bench`` extra. Default size: five minutes on two CPU cores.
 """
 

@@ -78,14 +78,18 @@ ROWS = [
             "the same of 3 policies where a reward takes 1 s: one after another / overlapped, / batched",
             "{ratio_3_waiting_overlapped|times}, {ratio_3_waiting|times}",
         ),
-        ("peak memory of the batched schedule over the sequential one, 8 policies", "{memory_8.peak_memory_ratio|ratio}"),
         headline=[1],
+    ),
+    *_bench(
+        "concurrent_grpo",
+        ("peak memory of the batched schedule over the sequential one, 8 policies", "{memory_8.peak_memory_ratio|ratio}"),
+        command="`configs/bench/concurrent_grpo.py`, `--config.memory=(8,)`, `--config.memory_n=2`",
     ),
     *_bench(
         "train_vs_peft",
         (
             "one training step of {policies|count} policies, GRPO groups of {rows|count} × {tokens|count} tokens that share their prompt, "
-            "float32: torch + PEFT, {policies|count} updates / ours",
+            "float32: torch + PEFT without torch.compile, {policies|count} updates / ours",
             "{ratio_train|times}",
         ),
         ("the same with rows that share nothing", "{ratio_train_distinct|times}"),
@@ -94,7 +98,7 @@ ROWS = [
             "{ratio_sample|times}; {sample_same_tokens|share}",
         ),
         headline=[0, 2],
-        command="`configs/bench/train_vs_peft.py:long`",
+        command="`configs/bench/train_vs_peft.py`, `--config.compile_s=75`",
     ),
     Row(
         "SFT on SmolLM2, 20 steps, held-out loss of two policies",

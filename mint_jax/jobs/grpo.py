@@ -245,7 +245,10 @@ class ConcurrentGrpo:
         with adapters.pool_of(self.base, list(fixed.values()), catalog, max(1, len(fixed))) as pool, pool.hold(fixed.values()) as held:
             self.fixed, self._held = fixed, held
             self._revisions = {name: pool.digests[text] for name, text in fixed.items()}
-            yield
+            try:
+                yield
+            finally:
+                self.fixed, self._held, self._revisions = {}, Held({}, {}), {}
 
     def rollout(self, names: Sequence[str], step: int) -> dict[str, Rollout]:
         """Samples all these policies' prompts: in one engine call, and one more for those that sample from fixed revisions."""
@@ -301,7 +304,7 @@ class ConcurrentGrpo:
         for k in range(max(self.members[n].sampling.updates for n in scored)):
             out |= self.trainer.update({n: g for n, g in groups.items() if k < self.members[n].sampling.updates}, shapes)
         for name, (rollout, rewards) in scored.items():
-            out[name] |= rollout_metrics(rollout, rewards)
+            out[name] |= rollout_metrics(self.members[name].sampling, rollout, rewards)
         return out
 
     def evaluate(self, names: Sequence[str] | None = None) -> dict[str, tuple[float, list[str]]]:
@@ -381,17 +384,18 @@ def rollout_groups(sampling: Sampling, rollout: Rollout, rewards_QG: np.ndarray)
     return groups
 
 
-def rollout_metrics(rollout: Rollout, rewards_QG: np.ndarray) -> dict[str, float]:
+def rollout_metrics(sampling: Sampling, rollout: Rollout, rewards_QG: np.ndarray) -> dict[str, float]:
     """Of scored rollouts: ``reward`` and its spread within a prompt, tokens of a completion, the share cut off at ``max_tokens`` and that
-    of prompts whose completions all earned the same (no advantage, nothing learned), and the entropy of a token in nats, estimated by
+    of prompts whose completions have no advantage (nothing is learned there), and the entropy of a token in nats, estimated by
     the mean of ``-log p`` of those drawn."""
     drawn = [c for group in rollout.completions for c in group]
+    advantage = advantages.group_advantages(rewards_QG, sampling.baseline, sampling.divide_by_std)
     return {
         "reward": float(rewards_QG.mean()),
         "reward_std": float(rewards_QG.std(axis=1).mean()),
         "completion_tokens": float(np.mean([len(c.tokens) for c in drawn])),
         "truncated": float(np.mean([c.finish == "length" for c in drawn])),
-        "zero_advantage": float((np.ptp(rewards_QG, axis=1) == 0).mean()),
+        "zero_advantage": float((advantage == 0).all(axis=1).mean()),
         "entropy": -float(np.mean([p for c in drawn for p in c.drawn_logprobs])),
     }
 

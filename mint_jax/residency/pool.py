@@ -152,13 +152,13 @@ class Pool:
         if len(self._plan) > 1:
             self._say(f"{len(self._known)} adapters take {len(self._plan)} turns over {self._slots} slots of each rank bucket")
         results: dict[int, Result] = {}
-        of_digest: dict[str, list[str]] = {}
-        for name, digest in self.digests.items():
-            of_digest.setdefault(digest, []).append(name)
-        for k, digests in enumerate(self._plan or [[]]):
-            names = [name for digest in digests for name in of_digest[digest]]
-            rows = [i for i, name in enumerate(self.names) if (k == 0 if name is None else name in names)]
-            with self.hold(names, self._plan[k + 1] if k + 1 < len(self._plan) else ()) as held:
+        plan = self._plan or [[]]
+        turn_of = {digest: k for k, digests in enumerate(plan) for digest in digests}
+        rows_of: list[list[int]] = [[] for _ in plan]
+        for i, name in enumerate(self.names):  # those of the bare base come first
+            rows_of[0 if name is None else turn_of[self.digests[name]]].append(i)
+        for k, (digests, rows) in enumerate(zip(plan, rows_of)):
+            with self.hold([self.names[i] for i in rows], self._plan[k + 1] if k + 1 < len(self._plan) else ()) as held:
                 turn = Turn(held.slots, held.stacks, rows, len(results))
                 results.update(zip(rows, call(turn), strict=True))
             self._source.let_go(digests)

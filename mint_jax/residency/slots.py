@@ -85,8 +85,6 @@ class DeviceSlots:
             bucket: {path: self._sharding(_without_slots(spec)) for path, spec in params_lib.leaves_with_path(specs)}
             for bucket, specs in self._specs.items()
         }
-        self._programs: dict[Any, Any] = {}
-        self._compiling = threading.Lock()
 
     def slot_bytes(self, bucket: int) -> int:
         """Device bytes of one slot."""
@@ -128,16 +126,11 @@ class DeviceSlots:
 
     def _program(self, bucket: int, arrays: Mapping[str, jax.Array], pieces: int) -> Any:
         """The compiled write of adapters of these shapes, compiled once, in the calling thread."""
-        key = (bucket, pieces, tuple(sorted((path, x.shape, x.dtype.name) for path, x in arrays.items())))
-        with self._compiling:
-            if key not in self._programs:
-                stack = self._abstract(bucket)
-                numbers = [jax.ShapeDtypeStruct((), t, sharding=self._scalar) for t in (jnp.float32, jnp.int32, jnp.int32)]
-                given = {path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for path, x in arrays.items()}
-                out = jax.tree.map(lambda s: s.sharding, stack)
-                write = jax.jit(functools.partial(write_piece, pieces=pieces), donate_argnums=0, out_shardings=out)
-                self._programs[key] = write.lower(stack, given, *numbers).compile()
-            return self._programs[key]
+        numbers = [jax.ShapeDtypeStruct((), t, sharding=self._scalar) for t in (jnp.float32, jnp.int32, jnp.int32)]
+        given = {path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for path, x in arrays.items()}
+        shapes, structure = jax.tree.flatten((self._abstract(bucket), given, *numbers))
+        with _COMPILING:
+            return _compiled(structure, tuple(shapes), pieces)
 
     def _abstract(self, bucket: int) -> AdapterStack:
         factors = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=self._sharding(s)), self._specs[bucket])
@@ -150,6 +143,19 @@ class DeviceSlots:
 
     def _zeros(self, spec: ParamSpec) -> jax.Array:
         return jnp.zeros(spec.shape, spec.dtype, device=self._sharding(spec))
+
+
+_COMPILING = threading.Lock()
+
+
+@functools.lru_cache(maxsize=128)
+def _compiled(structure: Any, shapes: tuple[jax.ShapeDtypeStruct, ...], pieces: int) -> Any:
+    """``write_piece`` for these shapes and shardings: one program for all slots of a process that look alike."""
+    stack, given, *numbers = jax.tree.unflatten(structure, shapes)
+    out = jax.tree.map(lambda s: s.sharding, stack)
+    return (
+        jax.jit(functools.partial(write_piece, pieces=pieces), donate_argnums=0, out_shardings=out).lower(stack, given, *numbers).compile()
+    )
 
 
 def _without_slots(spec: ParamSpec) -> ParamSpec:

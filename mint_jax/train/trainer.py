@@ -129,16 +129,14 @@ def _read(stack: AdapterStack, slot: jax.Array, cfg: ModelConfig, adapter: Adapt
 
 
 @functools.partial(jax.jit, static_argnames=("cfg",), donate_argnames=("larger",))
-def _grown(larger: TrainStack, stack: TrainStack | None, cfg: ModelConfig) -> TrainStack:
+def _grown(larger: TrainStack, stack: TrainStack, cfg: ModelConfig) -> TrainStack:
     """A larger stack whose first slots are those of ``stack``; what that one does not hold stays zero."""
-    if stack is None:
-        return larger
     held = dict(jax.tree_util.tree_leaves_with_path(stack))
 
-    def put(path: Any, room: jax.Array) -> jax.Array:
+    def put(path: Any, new: jax.Array) -> jax.Array:
         if (old := held.get(path)) is None:
-            return room
-        return jax.lax.dynamic_update_slice(room, old, (0,) * room.ndim)
+            return new
+        return jax.lax.dynamic_update_slice(new, old, (0,) * new.ndim)
 
     return lora_tree.constrain(jax.tree_util.tree_map_with_path(put, larger), transformer.abstract(cfg))
 
@@ -178,18 +176,20 @@ class Trainer:
                 self._start(p, np.uint32(p.seed & 0xFFFFFFFF))
 
     def join(self, policy: PolicyConfig) -> None:
-        """Takes one more policy into training; the others keep their state. Programs of its rank bucket, and steps that it takes part in,
-        are compiled anew, for their shapes change.
+        """Takes one more policy into training; the others keep their state. Only the stack of its rank bucket is made anew, larger, and
+        only programs in which that stack takes part are compiled again.
 
         Raises:
             UserError: the name is taken, or a rank or target the base cannot have.
         """
         if policy.name in self.policies:
             raise UserError(f"policy {policy.name!r} is in training already: choose another name")
-        policies = [*self.policies.values(), policy]
+        policies, bucket = [*self.policies.values(), policy], policy.adapter.bucket
         with jax.set_mesh(self.base.mesh):
-            larger = _empty(cfg=self.base.cfg, adapters=tuple(p.adapter for p in policies))
-            self.state = {bucket: _grown(stack, self.state.get(bucket), cfg=self.base.cfg) for bucket, stack in larger.items()}
+            larger = _empty(cfg=self.base.cfg, adapters=tuple(p.adapter for p in policies if p.adapter.bucket == bucket))[bucket]
+            if bucket in self.state:
+                larger = _grown(larger, self.state[bucket], cfg=self.base.cfg)
+            self.state = dict(sorted((self.state | {bucket: larger}).items()))
             self.policies[policy.name] = policy
             self.slots = self._assign(policies)
             self._start(policy, np.uint32(policy.seed & 0xFFFFFFFF))

@@ -156,7 +156,10 @@ def test_metrics_of_rollouts():
 
     completions = [[drawn(1, "stop"), drawn(3, "length")], [drawn(2, "stop"), drawn(2, "stop")], [drawn(4, "length"), drawn(4, "length")]]
     rollout = grpo.Rollout([], [], completions)
-    assert grpo.rollout_metrics(rollout, np.array([[1.0, 0.0], [0.5, 0.5], [0.0, 0.0]])) == pytest.approx(
+    rewards = np.array([[1.0, 0.0], [0.5, 0.5], [0.0, 0.0]])
+    without_baseline = grpo.rollout_metrics(grpo.Sampling(baseline="none"), rollout, rewards)
+    assert without_baseline["zero_advantage"] == pytest.approx(1 / 3), "there equal rewards are advantages, unless they are 0"
+    assert grpo.rollout_metrics(grpo.Sampling(), rollout, rewards) == pytest.approx(
         {
             "reward": 2 / 6,
             "reward_std": 0.5 / 3,
