@@ -25,7 +25,7 @@ from mint_jax import host
 from mint_jax import mesh as mesh_lib
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import Schema, pack
-from mint_jax.catalog.records import Revision
+from mint_jax.catalog.records.revisions import Revision
 from mint_jax.errors import UserError
 from mint_jax.jobs import common, sft, supervised
 from mint_jax.jobs.adapters import AdapterSource

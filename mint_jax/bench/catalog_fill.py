@@ -19,9 +19,9 @@ import numpy as np
 from mint_jax import host
 from mint_jax import params as params_lib
 from mint_jax.bench import timing
-from mint_jax.catalog.exports import Export
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import Schema, pack, unpack
+from mint_jax.catalog.records.exports import Export
 from mint_jax.errors import UserError
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig

@@ -36,7 +36,7 @@ from mint_jax.bench.alone import alone
 from mint_jax.bench.catalog_fill import ADAPTER, BASE, DTYPE, TARGETS, Payloads, Plan, base_specs, fill
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import digest_of, unpack
-from mint_jax.catalog.payloads import Place
+from mint_jax.catalog.storage.payloads import Place
 from mint_jax.errors import UserError
 from mint_jax.metrics import Progress
 from mint_jax.residency.admission import Admission

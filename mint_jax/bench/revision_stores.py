@@ -34,7 +34,7 @@ from mint_jax import nested
 from mint_jax.bench import s3_server, timing
 from mint_jax.bench.packed_store import BASE, TARGETS
 from mint_jax.catalog.packed import Schema, digest_of, pack, unpack
-from mint_jax.catalog.payloads import PayloadStore, Place
+from mint_jax.catalog.storage.payloads import PayloadStore, Place
 from mint_jax.errors import UserError
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig

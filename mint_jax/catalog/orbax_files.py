@@ -18,17 +18,21 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-import jax
 import numpy as np
-import orbax.checkpoint as ocp
 
 from mint_jax import nested
 from mint_jax.catalog import header
-from mint_jax.catalog.orbax_names import ADAPTER, REVISION
 from mint_jax.catalog.packed import Buffer, Schema, digest_of, pack, unpack
 from mint_jax.errors import UserError
 
+ADAPTER, REVISION = "adapter", "revision"
 MAX_JSON = 4 << 20
+_MARK = "_CHECKPOINT_METADATA"  # Orbax's own file in every checkpoint
+
+
+def is_revision(names: set[str]) -> bool:
+    """Whether a folder with these entries is a checkpoint as ``write`` makes it."""
+    return {_MARK, ADAPTER, REVISION} <= names
 
 
 def write(directory: str | Path, data: Buffer, about: Mapping[str, Any]) -> None:
@@ -40,6 +44,8 @@ def write(directory: str | Path, data: Buffer, about: Mapping[str, Any]) -> None
     Raises:
         UserError: the directory is there already, or cannot be written.
     """
+    import orbax.checkpoint as ocp  # seconds, which a look through folders need not wait for
+
     if "://" in str(directory):
         raise UserError(f"output {str(directory)[:80]!r} is no folder: Orbax does not write arrays to s3://; write it to a folder")
     directory = Path(directory).absolute()
@@ -64,6 +70,9 @@ def read(directory: Path, max_bytes: int) -> bytes:
         UserError: no such checkpoint, one with links, more than ``max_bytes``, or factors that are not what its schema or
             its digest says.
     """
+    import jax
+    import orbax.checkpoint as ocp
+
     for path in _files(directory):
         if not stat.S_ISREG(path.lstat().st_mode):
             raise UserError(f"{path.relative_to(directory)} is no regular file")

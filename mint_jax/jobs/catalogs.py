@@ -12,7 +12,7 @@ import numpy as np
 
 from mint_jax import multihost
 from mint_jax.catalog.lifecycle import Catalog
-from mint_jax.catalog.payloads import PackDamaged, PayloadStore, Place
+from mint_jax.catalog.storage.payloads import PackDamaged, PayloadStore, Place
 from mint_jax.errors import UserError
 from mint_jax.jobs.common import Config
 

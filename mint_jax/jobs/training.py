@@ -19,7 +19,7 @@ import numpy as np
 from mint_jax import metrics, multihost
 from mint_jax import params as params_lib
 from mint_jax.catalog.packed import Schema
-from mint_jax.catalog.records import full_name
+from mint_jax.catalog.records.names import full_name
 from mint_jax.catalog.rollouts import Rollouts, pack_rollouts
 from mint_jax.checkpoint import Checkpoints
 from mint_jax.data.buckets import ShapeBook

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
-from mint_jax.catalog import compaction, exports
-from mint_jax.catalog.exports import Export
+from mint_jax.catalog.records import payload_rows
+from mint_jax.catalog.records.exports import Export
+from mint_jax.catalog.upkeep import compaction
 from mint_jax.errors import UserError
 from tests.catalog.adapters import OTHER, SCHEMA, packed
 from tests.catalog.conftest import execute, same_bytes
@@ -270,7 +271,7 @@ def test_bytes_that_go_while_an_export_counts_on_them_are_stored_again(place, mo
     catalog.create_policy("p", SCHEMA, keep_last=1)
     for step in (1, 2):
         catalog.export("p", packed(step), step)
-    real = exports.known
+    real = payload_rows.known
     calls = []
 
     def known(connection, digests):
@@ -280,7 +281,7 @@ def test_bytes_that_go_while_an_export_counts_on_them_are_stored_again(place, mo
             assert other.gc(compact=False).revisions == ["p@1"]
         return found
 
-    monkeypatch.setattr(exports, "known", known)
+    monkeypatch.setattr(payload_rows, "known", known)
     revision = catalog.export("q", packed(1), 1, create=True)
     assert calls[0] == 1
     assert same_bytes(catalog.load(revision.digest), packed(1))

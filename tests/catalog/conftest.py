@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import sqlalchemy as sa
 
-from mint_jax.catalog import tables
-from mint_jax.catalog.database import Database
 from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.catalog.records import tables
+from mint_jax.catalog.records.database import Database
 from tests.catalog.postgres import Server
 
 DATABASES = ("sqlite", "postgres")

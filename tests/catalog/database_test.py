@@ -15,10 +15,10 @@ import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 
-from mint_jax.catalog import audit, tables
-from mint_jax.catalog import database as database_lib
-from mint_jax.catalog.database import Database, migrate
 from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.catalog.records import audit, tables
+from mint_jax.catalog.records import database as database_lib
+from mint_jax.catalog.records.database import Database, migrate
 from mint_jax.errors import UserError
 from tests.catalog.adapters import SCHEMA, packed
 from tests.catalog.conftest import DATABASES, empty, same_bytes

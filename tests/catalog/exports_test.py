@@ -9,10 +9,10 @@ import pytest
 import sqlalchemy as sa
 from blake3 import blake3
 
-from mint_jax.catalog import exports
-from mint_jax.catalog.exports import Export
 from mint_jax.catalog.lifecycle import Catalog
-from mint_jax.catalog.tables import payloads
+from mint_jax.catalog.records import exports
+from mint_jax.catalog.records.exports import Export
+from mint_jax.catalog.records.tables import payloads
 from mint_jax.errors import UserError
 from tests.catalog.adapters import SCHEMA, packed
 from tests.catalog.conftest import same_bytes
@@ -289,7 +289,7 @@ def test_a_leased_payload_is_read_without_a_digest_where_the_caller_has_one(cata
     catalog.export("p", packed(1), 1, create=True)
     lease = catalog.lease("p", "test")
     hashed = []
-    monkeypatch.setattr("mint_jax.catalog.payloads.digest_of", lambda data: hashed.append(data) or blake3(data).hexdigest())
+    monkeypatch.setattr("mint_jax.catalog.storage.payloads.digest_of", lambda data: hashed.append(data) or blake3(data).hexdigest())
     assert same_bytes(catalog.read_leased(lease, verified=False), packed(1))
     assert hashed == []
     assert same_bytes(catalog.read_leased(lease), packed(1))

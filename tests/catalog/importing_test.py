@@ -449,7 +449,7 @@ def packs_of(folder: Path) -> int:
 TOGETHER = """
 import pathlib, sys, time
 from mint_jax.catalog.cli.parser import main
-from mint_jax.catalog.payloads import PayloadStore
+from mint_jax.catalog.storage.payloads import PayloadStore
 
 signs, me, *argv = sys.argv[1:]
 put = PayloadStore.put

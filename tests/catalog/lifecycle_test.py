@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
-from mint_jax.catalog.exports import Export
 from mint_jax.catalog.packed import Schema
+from mint_jax.catalog.records.exports import Export
 from mint_jax.errors import UserError
 from mint_jax.lora.tree import AdapterConfig
 from tests.catalog.adapters import OTHER, SCHEMA, packed
@@ -323,7 +323,7 @@ def test_prefixes_of_digests(catalog):
 
 def execute_prefix_clash(catalog, digest: str) -> None:
     """Adds a payload and a revision whose digest differs from ``digest`` in its last hex digits."""
-    from mint_jax.catalog.tables import payloads, revisions
+    from mint_jax.catalog.records.tables import payloads, revisions
 
     other = bytes.fromhex(digest)[:-1] + bytes([bytes.fromhex(digest)[-1] ^ 1])
     with catalog.database.engine.begin() as c:

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
-from mint_jax.catalog.exports import Export
 from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.catalog.records.exports import Export
 from mint_jax.errors import UserError
 from tests.catalog.adapters import SCHEMA, packed
 from tests.catalog.conftest import Clock, empty, same_bytes

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mint_jax.catalog import names
-from mint_jax.catalog.names import RevisionName, clean, parse_policy, parse_revision
+from mint_jax.catalog.records import names
+from mint_jax.catalog.records.names import RevisionName, clean, parse_policy, parse_revision
 from mint_jax.errors import UserError
 from tests.catalog.adapters import SCHEMA, packed
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from blake3 import blake3
 
-from mint_jax.catalog import bucket, pack_format, payloads
-from mint_jax.catalog.pack_format import Name
-from mint_jax.catalog.payloads import PackDamaged, PackMissing, PayloadStore, Place, StorageFailed
+from mint_jax.catalog.storage import bucket, pack_format, payloads
+from mint_jax.catalog.storage.pack_format import Name
+from mint_jax.catalog.storage.payloads import PackDamaged, PackMissing, PayloadStore, Place, StorageFailed
 from mint_jax.errors import UserError
 from tests.catalog import buckets
 from tests.disks import LIMITS, run_limited
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 MIB = 1 << 20
 KINDS = ["folder", "memory", "s3"]
 SERVER = multiprocessing.get_context("forkserver")  # imports once, forks for every writer
-SERVER.set_forkserver_preload(["mint_jax.catalog.payloads", "pytest"])
+SERVER.set_forkserver_preload(["mint_jax.catalog.storage.payloads", "pytest"])
 
 
 @pytest.fixture(scope="module")
@@ -455,7 +455,7 @@ def test_ten_thousand_small_objects_are_one_file(rng, url_of, kind):
 STREAM = """
 import sys
 from mint_jax import host
-from mint_jax.catalog.payloads import PayloadStore
+from mint_jax.catalog.storage.payloads import PayloadStore
 block = bytes(range(256)) * 32768  # 8 MiB
 store = PayloadStore(sys.argv[1])
 store.put([b"x"])

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mint_jax.catalog.exports import Export
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import digest_of
+from mint_jax.catalog.records.exports import Export
 from mint_jax.errors import UserError
 from tests.catalog.adapters import packed
 from tests.catalog.conftest import execute, same_bytes

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mint_jax.catalog.exports import Export
+from mint_jax.catalog.records.exports import Export
 from mint_jax.errors import UserError
 from tests.catalog.adapters import SCHEMA, packed
 

@@ -151,7 +151,7 @@ def test_loads_are_verified_once_and_searched_for_nan_only_where_no_record_says_
     place.main.export("bad", pack(bad, schema), 1, create=True, force=True)
     searched, hashed = [], []
     monkeypatch.setattr("mint_jax.lora.tree.all_finite", lambda x: searched.append(x) or bool(np.isfinite(x).all()))
-    for where in ("catalog.payloads.digest_of", "residency.residency.blake3_of", "residency.residency.blake3_alone"):
+    for where in ("catalog.storage.payloads.digest_of", "residency.residency.blake3_of", "residency.residency.blake3_alone"):
         monkeypatch.setattr(f"mint_jax.{where}", lambda data: hashed.append(data) or digest_of(data))
     with pool_of(base, names, place, 64) as pool:
         pool.run(lambda turn: turn.rows)

@@ -153,7 +153,7 @@ def test_a_snapshot_is_not_touched_by_later_updates(tiny_base, rng):
 WRITER = """
 import sys
 import numpy as np
-from mint_jax.catalog.exports import Export
+from mint_jax.catalog.records.exports import Export
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import Schema, pack
 from mint_jax.lora.tree import AdapterConfig

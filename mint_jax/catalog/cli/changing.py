@@ -3,12 +3,12 @@
 import argparse
 from pathlib import Path
 
-from mint_jax.catalog import names
 from mint_jax.catalog.cli.looking import policy_data
 from mint_jax.catalog.cli.output import Progress, Result, Stages, facts, size, table
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import unpack
-from mint_jax.catalog.records import Alias
+from mint_jax.catalog.records import names
+from mint_jax.catalog.records.aliases import Alias
 from mint_jax.errors import UserError
 from mint_jax.files import write_file
 

@@ -12,15 +12,15 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from mint_jax.catalog import exports, names
 from mint_jax.catalog.cli.output import Progress, Result, facts, size, table
 from mint_jax.catalog.cli.sources import Refusal, Source, find
-from mint_jax.catalog.database import DatabaseFailed
-from mint_jax.catalog.exports import Export
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import digest_of
-from mint_jax.catalog.payloads import StorageFailed
-from mint_jax.catalog.records import full_name
+from mint_jax.catalog.records import exports, names
+from mint_jax.catalog.records.database import DatabaseFailed
+from mint_jax.catalog.records.exports import Export
+from mint_jax.catalog.records.names import full_name
+from mint_jax.catalog.storage.payloads import StorageFailed
 from mint_jax.errors import UserError
 
 BATCH_BYTES = 256 << 20

@@ -6,12 +6,15 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from mint_jax.catalog import evaluations as scores
-from mint_jax.catalog import names
 from mint_jax.catalog.cli.output import Progress, Result, facts, size, table, when
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import Schema
-from mint_jax.catalog.records import Alias, AuditEntry, Evaluation, PolicyRecord, Revision
+from mint_jax.catalog.records import names
+from mint_jax.catalog.records.aliases import Alias
+from mint_jax.catalog.records.audit import AuditEntry
+from mint_jax.catalog.records.evaluations import Evaluation
+from mint_jax.catalog.records.policies import PolicyRecord
+from mint_jax.catalog.records.revisions import Revision
 from mint_jax.errors import UserError
 
 
@@ -115,7 +118,7 @@ def find_revision(catalog: Catalog, name: str) -> Revision:
 
 def _show_revision(catalog: Catalog, revision: Revision, limit: int) -> Result:
     aliases = [alias for alias in catalog.aliases(revision.policy) if alias.number == revision.number]
-    evaluations = catalog.database.read(lambda c: scores.of_revision(c, revision.digest, limit))
+    evaluations = catalog.evaluations_of(revision.digest, limit)
     record = catalog.policy(revision.policy)
     data = {"revision": revision, "policy": policy_data(record), "aliases": aliases, "evaluations": evaluations}
     parts: list = [

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from mint_jax.catalog.cli.output import Result, plain, show
 from mint_jax.catalog.lifecycle import Catalog
-from mint_jax.catalog.recovery import TEMPLATE
+from mint_jax.catalog.upkeep.recovery import TEMPLATE
 from mint_jax.errors import UserError
 
 _HERE = "mint_jax.catalog.cli"

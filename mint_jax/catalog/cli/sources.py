@@ -10,7 +10,7 @@ import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from mint_jax.catalog import orbax_names
+from mint_jax.catalog import orbax_files
 from mint_jax.errors import UserError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -100,7 +100,7 @@ def _walk(top: Path, follow_links: bool) -> Iterator[Source | Refusal]:
             yield Refusal(str(folder), f"the folder cannot be listed ({error.strerror})")
             continue
         names = {entry.name for entry in entries}
-        if orbax_names.is_revision(names):  # all that is below is its own
+        if orbax_files.is_revision(names):  # all that is below is its own
             yield Source(folder, False, root, orbax=True)
             continue
         peft = CONFIG in names

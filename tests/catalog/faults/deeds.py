@@ -15,9 +15,9 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from mint_jax.catalog import folder
-from mint_jax.catalog.exports import Export
 from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.catalog.records.exports import Export
+from mint_jax.catalog.storage import folder
 from mint_jax.errors import UserError
 from tests.catalog.adapters import SCHEMA, packed
 

@@ -9,8 +9,8 @@ import zipfile
 import numpy as np
 import pytest
 
-from mint_jax.catalog.exports import Export
 from mint_jax.catalog.packed import pack
+from mint_jax.catalog.records.exports import Export
 from mint_jax.errors import UserError
 from tests.catalog.adapters import SCHEMA, packed
 from tests.catalog.conftest import same_bytes

@@ -8,8 +8,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from mint_jax.catalog import tables
 from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.catalog.records import tables
 from mint_jax.errors import UserError
 from tests.catalog.faults.deeds import SHARED, TRASH
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from mint_jax.catalog.exports import Export
 from mint_jax.catalog.lifecycle import Catalog
-from mint_jax.catalog.payloads import PayloadStore
+from mint_jax.catalog.records.exports import Export
+from mint_jax.catalog.storage.payloads import PayloadStore
 from mint_jax.errors import UserError
 from tests.catalog import buckets
 from tests.catalog.adapters import packed

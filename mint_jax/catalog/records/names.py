@@ -1,0 +1,153 @@
+"""Names of policies, tenants, aliases and revisions. They are keys of the database and never part of a path.
+
+A revision is named ``policy@alias``, ``policy@12`` (its number), ``policy`` (short for ``policy@latest``), each also as
+``tenant/policy…``, or by its digest or a prefix of it. So that one text never means two things, a policy's name is not 8 or
+more hex digits and an alias is not a number.
+"""
+
+import dataclasses
+import re
+import unicodedata
+
+from mint_jax.errors import UserError
+
+DEFAULT_TENANT = "default"
+LATEST = "latest"
+LONGEST = 200
+_DIGEST = re.compile(r"[0-9a-f]{8,64}")
+_NUMBER = re.compile(r"[0-9]{1,9}")
+
+
+@dataclasses.dataclass(frozen=True)
+class RevisionName:
+    """A parsed name: by ``digest`` prefix, or by policy and ``number`` or ``alias``. ``tenant`` None: any tenant (digests)."""
+
+    tenant: str | None
+    policy: str | None
+    alias: str | None = None
+    number: int | None = None
+    digest: str | None = None
+
+
+def clean(what: str, text: str) -> str:
+    """``text`` in unicode's composed form (NFC), so that one visible name is one key.
+
+    Raises:
+        UserError: empty, longer than 200 characters, or with characters that do not belong in a name.
+    """
+    if not isinstance(text, str):
+        raise UserError(f"{what} is {type(text).__name__}; a name is text")
+    if not 0 < len(text) <= 4 * LONGEST:  # composing shortens; far longer text is not even looked at
+        raise UserError(f"{what} {_short(text)} has {len(text)} characters; names have 1 to {LONGEST}")
+    text = unicodedata.normalize("NFC", text)
+    if len(text) > LONGEST:
+        raise UserError(f"{what} {_short(text)} has {len(text)} characters; names have 1 to {LONGEST}")
+    for char in text:
+        category = unicodedata.category(char)
+        if char in "/@" or category[0] == "C" or category in ("Zl", "Zp"):
+            raise UserError(f"{what} {_short(text)} contains {char!r}: names have no '/', '@', control or invisible characters")
+    if text[0] == "." or text != text.strip():
+        raise UserError(f"{what} {_short(text)} begins with '.' or has blanks at an end: choose another name")
+    return text
+
+
+def clean_policy(text: str) -> str:
+    """``clean`` for a policy's own name, without tenant."""
+    text = clean("policy name", text)
+    if _DIGEST.fullmatch(text):
+        raise UserError(f"policy name {text!r} would read as a revision's digest (8 or more hex digits): add another character")
+    return text
+
+
+def clean_alias(text: str) -> str:
+    """``clean`` for an alias."""
+    text = clean("alias", text)
+    if text.isdecimal():
+        raise UserError(f"alias {text!r} would read as a revision's number: add a letter")
+    return text
+
+
+def parse_policy(text: str, tenant: str | None = None) -> tuple[str, str]:
+    """``policy`` or ``tenant/policy`` -> tenant, name. With ``tenant``, another tenant's name is refused."""
+    if not isinstance(text, str):
+        raise UserError(f"policy name is {type(text).__name__}; a name is text")
+    mine = DEFAULT_TENANT if tenant is None else tenant
+    head, slash, tail = text.partition("/")
+    if slash:
+        head = clean("tenant", head)
+        if tenant is not None and head != tenant:
+            raise UserError(f"policy {_short(text)} belongs to another tenant than {tenant!r}")
+        return head, clean_policy(tail)
+    return clean("tenant", mine), clean_policy(text)
+
+
+def parse_revision(text: str, tenant: str | None = None) -> RevisionName:
+    """Reads any of the forms above.
+
+    Raises:
+        UserError: it has none of the forms, or names another tenant than ``tenant``.
+    """
+    if not isinstance(text, str):
+        raise UserError(f"revision name is {type(text).__name__}; a name is text")
+    if _DIGEST.fullmatch(text):
+        return RevisionName(tenant, None, digest=text)
+    policy, at, which = text.partition("@")
+    owner, name = parse_policy(policy, tenant)
+    if not at:
+        return RevisionName(owner, name, alias=LATEST)
+    if _NUMBER.fullmatch(which):
+        return RevisionName(owner, name, number=int(which))
+    return RevisionName(owner, name, alias=clean_alias(which))
+
+
+def digest_range(prefix: str) -> tuple[bytes, bytes]:
+    """The least and the greatest digest that begin with these hex digits."""
+    return bytes.fromhex(prefix.ljust(64, "0")), bytes.fromhex(prefix.ljust(64, "f"))
+
+
+def note(what: str, text: str, longest: int = 4000) -> str:
+    """Free text such as a reason or an owner, refused where a database could not store it."""
+    if not isinstance(text, str) or len(text) > longest or "\0" in text or not _encodes(text):
+        raise UserError(f"{what} {_short(str(text))} must be text of at most {longest} characters without NUL")
+    return text
+
+
+def whole(what: str, value: int, least: int = 0, most: int = 2**62) -> int:
+    """An integer that a database column holds."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or not least <= int(value) <= most:
+        raise UserError(f"{what} is {str(value)[:60]}; expected an integer from {least} to {most}")
+    return int(value)
+
+
+def duration(what: str, seconds: float) -> float:
+    """A positive number of seconds, at most some thirty years."""
+    if not 0 < seconds < 1e9:
+        raise UserError(f"{what} is {seconds} seconds; expected a positive number below 1e9")
+    return float(seconds)
+
+
+def full_name(tenant: str, name: str) -> str:
+    """``name`` for the default tenant, ``tenant/name`` for others."""
+    return name if tenant == DEFAULT_TENANT else f"{tenant}/{name}"
+
+
+def _encodes(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:57] + "...")
+
+
+def is_digest(text: str) -> bool:
+    """Whether the text reads as a digest or a prefix of one."""
+    return _DIGEST.fullmatch(text) is not None
+
+
+def is_number(text: str) -> bool:
+    """Whether the text reads as a revision's number."""
+    return _NUMBER.fullmatch(text) is not None

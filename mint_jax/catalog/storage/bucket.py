@@ -1,0 +1,193 @@
+"""Packs in a bucket (``s3://``, ``gs://``) or in this process's memory (``memory://``), through TensorStore.
+
+One object is one request, atomic and durable when it is answered. A long pack is written in parts, so that neither side
+holds it whole and no limit on the size of a request matters; the last part commits it.
+"""
+
+import collections
+import contextlib
+import math
+import os
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from mint_jax.catalog.storage import pack_format
+from mint_jax.catalog.storage.interface import PackMissing, Piece, StorageFailed
+from mint_jax.catalog.storage.pack_format import Name, PackDamaged
+from mint_jax.errors import UserError
+
+PART = 8 << 20  # bytes of one request to write
+PARALLEL = 3  # requests of one writer that are under way at once
+WINDOW = 64 << 20  # bytes of one caller's ranged reads that are under way at once, or one read
+READS = 64  # the same, how many
+
+
+class Bucket:
+    """Packs under a prefix of a bucket, or in this process's memory.
+
+    Credentials and endpoint are the machine's: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or any other way the AWS
+    tools know), AWS_ENDPOINT_URL, AWS_REGION; for ``gs://`` the Google application default credentials.
+
+    Args:
+        timeout: seconds until a request, with all its retries, is given up.
+    """
+
+    def __init__(self, url: str, scheme: str, bucket: str, path: str, timeout: float):
+        self.url = url.rstrip("/")
+        self._timeout = timeout
+        self._endpoint = ""
+        spec: dict[str, Any] = {"path": f"{path}/" if path else ""}
+        if scheme == "memory":
+            spec = {"driver": "memory", "path": f"{bucket}/{spec['path']}"}
+        elif scheme == "gs":
+            spec |= {"driver": "gcs", "bucket": bucket, "context": {"gcs_request_retries": _retries(timeout)}}
+        else:
+            spec |= {"driver": "s3", "bucket": bucket, "context": {"s3_request_retries": _retries(timeout)}, **self._s3_options()}
+        try:
+            self._store = ts.KvStore.open(spec, context=_MEMORY if scheme == "memory" else None).result(timeout)
+        except (ValueError, TimeoutError) as error:
+            raise self._explain(error, "open") from None
+
+    def _s3_options(self) -> dict[str, Any]:
+        options: dict[str, Any] = {}
+        region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+        self._endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+        if self._endpoint:
+            options["endpoint"] = self._endpoint.rstrip("/")
+            region = region or "us-east-1"  # servers of other makers ignore it, the signature needs one
+        if region:
+            options["aws_region"] = region
+        if os.environ.get("AWS_ACCESS_KEY_ID"):  # else every opening complains on stderr about absent ~/.aws files
+            options["aws_credentials"] = {"type": "environment"}
+        return options
+
+    def writer(self, stem: str) -> "_BucketWriter":
+        return _BucketWriter(self, stem, PART)
+
+    def start(self, key: str, data: bytes | None) -> ts.Future:
+        """Starts writing or deleting an object."""
+        return self._store.write(key, data)
+
+    def wait(self, future: Any, doing: str) -> Any:
+        """A request's result.
+
+        Raises:
+            UserError: it failed, or took longer than the timeout; then it may still arrive.
+        """
+        try:
+            return future.result(timeout=self._timeout)
+        except (ValueError, TimeoutError, OSError, KeyError) as error:
+            future.cancel()
+            raise self._explain(error, doing) from None
+
+    def read(self, pieces: Iterable[Piece]) -> Iterator[np.ndarray]:
+        waiting: collections.deque[tuple[Piece, Any]] = collections.deque()
+        under_way = 0
+        for piece in pieces:
+            key, begin, end = piece
+            while waiting and (len(waiting) == READS or under_way + end - begin > WINDOW):
+                under_way -= waiting[0][0][2] - waiting[0][0][1]
+                yield self._finish(*waiting.popleft())
+            waiting.append((piece, self._store.read(key, byte_range=slice(begin, end))))
+            under_way += end - begin
+        while waiting:
+            yield self._finish(*waiting.popleft())
+
+    def _finish(self, piece: Piece, future: Any) -> np.ndarray:
+        key, begin, end = piece
+        found = self.wait(future, f"read {key} of")
+        if found.state == "missing":
+            raise PackMissing(f"{key} is not in {self.url}: resolve the revision again, or check the bucket's name and path")
+        if len(found.value) != end - begin:
+            raise PackDamaged(f"{key} in {self.url} gave {len(found.value)} bytes for [{begin}, {end}): it was cut off")
+        return np.frombuffer(found.value, np.uint8)
+
+    def list(self, prefix: str) -> Iterator[str]:
+        after = prefix[:-1] + chr(ord(prefix[-1]) + 1) if prefix else ""
+        keys = self.wait(self._store.list(ts.KvStore.KeyRange(prefix, after)), "list")
+        yield from sorted(key.decode(errors="replace") for key in keys)
+
+    def has(self, key: str) -> bool:
+        return self.wait(self._store.read(key, byte_range=slice(0, 1)), f"look for {key} in").state == "value"
+
+    def modified(self, key: str) -> float | None:
+        """Not known of an object; its name says when its writing began."""
+        stem = pack_format.stem_of(key)
+        return None if stem is None else pack_format.began_at(stem)
+
+    def delete(self, key: str) -> None:
+        self.wait(self.start(key, None), f"delete {key} of")
+
+    def _explain(self, error: Exception, doing: str) -> UserError:
+        """The reason in one line and a remedy."""
+        text = str(error).split("\n", 1)[0].split(" [", 1)[0].strip()[:300] or type(error).__name__
+        where = f"{self.url}{f' at {self._endpoint}' if self._endpoint else ''}"
+        if "OUT_OF_RANGE" in text:
+            return PackDamaged(f"cannot {doing} {where}: an object is shorter than its pack's name says ({text})")
+        if isinstance(error, TimeoutError):
+            text = f"no answer within {self._timeout:g} s"
+            remedy = "check that the storage is up and AWS_ENDPOINT_URL right, or raise the timeout"
+        elif "NoSuchBucket" in text or "bucket does not exist" in text:
+            remedy = "create the bucket, or correct the URL"
+        elif any(sign in text for sign in _REFUSALS):
+            remedy = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (gs: GOOGLE_APPLICATION_CREDENTIALS) to credentials with rights on it"
+        elif "CURL" in text:
+            remedy = "check the network and AWS_ENDPOINT_URL"
+        else:
+            remedy = "check the URL and the storage's log"
+        return StorageFailed(f"cannot {doing} {where} ({text}): {remedy}")
+
+
+class _BucketWriter:
+    """Writes equal parts as they fill up, and last the object that the pack is named by: that commits it.
+
+    Holds at most ``PARALLEL`` parts and the one that is filling up.
+    """
+
+    def __init__(self, bucket: Bucket, stem: str, part: int):
+        self._bucket = bucket
+        self._stem = stem
+        self._part = part
+        self._filling = bytearray()
+        self._parts = 0
+        self._under_way: list[Any] = []
+
+    def write(self, data: memoryview | bytes) -> None:
+        view = memoryview(data)
+        while len(self._filling) + len(view) > self._part:  # the last part is never empty
+            taken = self._part - len(self._filling)
+            self._filling += view[:taken]
+            view = view[taken:]
+            if len(self._under_way) == PARALLEL:
+                self._bucket.wait(self._under_way.pop(0), "write to")
+            self._under_way.append(self._bucket.start(pack_format.part_key(self._stem, self._parts), bytes(self._filling)))
+            self._parts += 1
+            self._filling.clear()
+        self._filling += view
+
+    def commit(self, size: int) -> Name:
+        name = Name(self._stem, size, self._part if self._parts else 0)
+        while self._under_way:
+            self._bucket.wait(self._under_way.pop(0), "write to")
+        self._parts = 0  # should the last request fail, it may have arrived: its parts stay until gc or a sweep
+        self._bucket.wait(self._bucket.start(name.key, bytes(self._filling)), "write to")
+        return name
+
+    def abort(self) -> None:
+        with contextlib.suppress(UserError):  # ends at the first failure, a bucket that is down is not waited for; a sweep finds the rest
+            while self._under_way:
+                self._bucket.wait(self._under_way.pop(0), "write to")
+            for i in range(self._parts):
+                self._bucket.delete(pack_format.part_key(self._stem, i))
+
+
+_REFUSALS = ("PERMISSION_DENIED", "UNAUTHENTICATED", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch")
+_MEMORY = ts.Context()  # memory://name is the same everywhere in this process
+
+
+def _retries(timeout: float) -> dict[str, Any]:
+    """So many retries that their pauses (0.1 s doubling to 2 s, and as much again at random) fit in the timeout."""
+    return {"max_retries": max(2, 4 + math.floor((timeout - 6) / 3)), "initial_delay": "100ms", "max_delay": "2s"}

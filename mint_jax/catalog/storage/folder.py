@@ -1,0 +1,193 @@
+"""Packs in a folder, through the file system.
+
+A pack is written aside, synced, renamed into place, and its folder synced. Large objects are read as memory maps. This
+is not TensorStore's file driver, which takes a value as one ``bytes``, copies it, and reads by copying: see ``payloads``.
+"""
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from mint_jax.catalog.storage import pack_format
+from mint_jax.catalog.storage.interface import PackMissing, Piece, StorageFailed
+from mint_jax.catalog.storage.pack_format import Name, PackDamaged
+from mint_jax.errors import UserError
+
+
+class Folder:
+    """Packs in a folder. Made when the first pack is written, so that a folder that may only be read can be opened."""
+
+    def __init__(self, root: Path):
+        self.root = root.absolute()
+        self.url = str(self.root)
+        self._made: set[str] = set()  # folders known to exist durably
+        with self.explained("read"):
+            if self.root.exists() and not self.root.is_dir():
+                raise UserError(f"{self.root} is not a folder: payloads need one")
+
+    def writer(self, stem: str) -> "_FileWriter":
+        return _FileWriter(self, stem)
+
+    def make(self, relative: str) -> Path:
+        """A folder below the root, durable."""
+        path = self.root / relative
+        if relative not in self._made:
+            for folder in reversed([path, *path.parents]):
+                inside = folder != self.root and folder.is_relative_to(self.root)
+                if not folder.is_dir() or inside:  # inside, another process may have made it and not yet synced it
+                    folder.mkdir(exist_ok=True)
+                    _sync(folder.parent)
+            self._made.add(relative)
+        return path
+
+    def read(self, pieces: Iterable[Piece]) -> Iterator[np.ndarray]:
+        for key, begin, end in pieces:
+            yield self._read(key, begin, end)
+
+    def _read(self, key: str, begin: int, end: int) -> np.ndarray:
+        with self.explained("read"):
+            try:
+                handle = os.open(f"{self.url}/{key}", os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                raise PackMissing(f"{key} is not in {self.url}: resolve the revision again, or check the folder") from None
+            try:
+                if end - begin >= pack_format.MAPPED:
+                    if os.fstat(handle).st_size < end:  # before memory is taken for it; a view beyond the end would kill the process
+                        raise PackDamaged(f"{key} in {self.url} ends before byte {end}: it was cut off")
+                    if begin % pack_format.PAGE == 0:
+                        return _map(handle, begin, end - begin)
+                data = _aligned(end - begin)
+                if os.preadv(handle, [data.data], begin) != data.size:
+                    raise PackDamaged(f"{key} in {self.url} ends before byte {end}: it was cut off")
+            finally:
+                os.close(handle)
+        data.flags.writeable = False
+        return data
+
+    def list(self, prefix: str) -> Iterator[str]:
+        """Keys of files below ``prefix``, a folder or the beginning of a folder's name."""
+        folder, _, start = prefix.rpartition("/")
+        with self.explained("list"), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            with os.scandir(self.root / folder) as found:
+                entries = sorted((e.name, e.is_dir(follow_symlinks=False)) for e in found if e.name.startswith(start))
+            for name, is_folder in entries:
+                key = f"{folder}/{name}" if folder else name
+                if is_folder:
+                    yield from self.list(f"{key}/")
+                else:
+                    yield key
+
+    def has(self, key: str) -> bool:
+        return self.modified(key) is not None
+
+    def modified(self, key: str) -> float | None:
+        """When a file was last written, seconds since 1970; None when it is gone."""
+        with self.explained("list"):
+            try:
+                return (self.root / key).stat().st_mtime
+            except FileNotFoundError:
+                return None
+
+    def delete(self, key: str) -> None:
+        with self.explained("delete"):
+            (self.root / key).unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def explained(self, doing: str) -> Iterator[None]:
+        """Turns an ``OSError`` into a ``UserError`` of one line."""
+        try:
+            yield
+        except (FileNotFoundError, NotADirectoryError, FileExistsError):
+            self._made.clear()
+            raise StorageFailed(f"cannot {doing} payloads in {self.url}: a folder on the way is missing or no folder") from None
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                remedy = "free disk space, run gc, or choose a larger disk"
+            elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+                remedy = "the folder is read-only for this user; mend its rights or choose another"
+            elif error.errno in (errno.EMFILE, errno.ENFILE):
+                remedy = "raise the limit of open files (ulimit -n)"
+            else:
+                remedy = "check the disk"
+            raise StorageFailed(f"cannot {doing} payloads in {self.url} ({error.strerror or error}): {remedy}") from None
+
+
+class _FileWriter:
+    """Writes beside the packs, then syncs the file, renames it into place and syncs the folder."""
+
+    def __init__(self, folder: Folder, stem: str):
+        self._folder = folder
+        self._stem = stem
+        with folder.explained("write"):
+            self._path = folder.make("staging") / stem
+            self._file = open(self._path, "xb", buffering=1 << 20)  # noqa: SIM115 - closed by commit or abort
+
+    def write(self, data: memoryview | bytes) -> None:
+        with self._folder.explained("write"):
+            self._file.write(data)
+
+    def commit(self, size: int) -> Name:
+        name = Name(self._stem, size, 0)
+        with self._folder.explained("write"):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            place = self._folder.root / name.key
+            self._folder.make(name.key.rpartition("/")[0])
+            os.rename(self._path, place)
+            _sync(place.parent)
+        return name
+
+    def abort(self) -> None:
+        with contextlib.suppress(OSError):  # what cannot be flushed to a full disk is not wanted any more
+            self._file.close()
+        with contextlib.suppress(OSError):  # a later sweep will find it
+            self._path.unlink(missing_ok=True)
+
+
+def _sync(directory: Path) -> None:
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _aligned(size: int) -> np.ndarray:
+    """Uninitialised bytes that begin at a multiple of 64, as XLA wants them."""
+    data = np.empty(size + 64, np.uint8)
+    start = -data.ctypes.data % 64
+    return data[start : start + size]
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.mmap.restype = ctypes.c_void_p
+_LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+_LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class _Mapping:
+    """A read-only memory map without an open file: Python's own keeps one per map, and a cache may hold thousands."""
+
+    def __init__(self, handle: int, offset: int, length: int):
+        self._length = length
+        self._address = _LIBC.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, handle, offset)
+        if self._address == _FAILED:
+            self._address = None
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": (length,), "data": (self._address, True)}
+
+    def __del__(self, munmap=_LIBC.munmap):  # globals may be gone when the interpreter ends
+        if self._address is not None:
+            munmap(self._address, self._length)
+
+
+def _map(handle: int, offset: int, length: int) -> np.ndarray:
+    return np.asarray(_Mapping(handle, offset, length))
