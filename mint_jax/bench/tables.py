@@ -185,9 +185,9 @@ ROWS = [
         (
             "exporting a revision of {revision_bytes|count} bytes into a folder, many at once: an Orbax checkpoint each / packs, "
             "{entries|count} revisions in packs and {folder.many.orbax.measured|count} beside",
-            "{folder.ratio_export_orbax|times}",
+            "{folder.many.ratio_export_orbax|times}",
         ),
-        ("a cold load of one of them: an Orbax checkpoint / a pack", "{folder.ratio_cold_load_orbax|times}"),
+        ("a cold load of one of them: an Orbax checkpoint / a pack", "{folder.many.ratio_cold_load_orbax|times}"),
         (
             "bytes on the disk over those of the adapters: packs / Orbax",
             "{folder.many.packs.bytes_over_payload|share} / {folder.many.orbax.bytes_over_payload|share}",
