@@ -15,6 +15,8 @@ __version__ = "0.1.0"
 _NAMES = {  # name -> module
     "load": "api",
     "open": "api",
+    "config": "api",
+    "run": "api",
     "Model": "api",
     "Policy": "api",
     "Catalog": "catalog.lifecycle",

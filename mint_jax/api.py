@@ -15,11 +15,13 @@ The first line of each docstring says what a thing is in the words of the jobs.
 """
 
 import dataclasses
+import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jax.sharding import Mesh
+from ml_collections import ConfigDict
 
 from mint_jax import host
 from mint_jax import mesh as mesh_lib
@@ -27,13 +29,14 @@ from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import Schema, pack
 from mint_jax.catalog.records.revisions import Revision
 from mint_jax.errors import UserError
-from mint_jax.jobs import common, sft, supervised
+from mint_jax.jobs import JOBS, common, settings, sft, supervised
 from mint_jax.jobs.adapters import AdapterSource
 from mint_jax.jobs.catalogs import JobCatalog
 from mint_jax.lora.tree import ALL_LINEAR, AdapterConfig, Slot, Stacks, spelled_out
 from mint_jax.models import base as base_lib
+from mint_jax.models import transformer
 from mint_jax.models.base import Base
-from mint_jax.residency.pool import Pool
+from mint_jax.residency.pool import Pool, Turn
 from mint_jax.rollout.engine import Completion, DenseEngine, Request
 from mint_jax.train.batch import Group
 from mint_jax.train.state import OptimizerConfig
@@ -52,6 +55,7 @@ def load(name: str, dtype: str = "float32", quantise: str = "", mesh: Mesh | Non
     Raises:
         UserError: no such base, or one that cannot be read.
     """
+    host.leave_out_absent_tpu()
     host.keep_freed_memory()
     host.use_compilation_cache(base_lib.cache_dir() / "compiled")
     return Model(base_lib.load(name, mesh or mesh_lib.make_mesh(), dtype, quantise=quantise))
@@ -62,6 +66,29 @@ def open(place: str | Path, payloads: str = "") -> "Store":
     return Store(JobCatalog(place, payloads, create=True))
 
 
+def config(job: str, **values: Any) -> ConfigDict:
+    """A job's config: every setting at its default but for those given, as a file's ``get_config`` returns it.
+
+        mint.config("sft", base="smollm2-135m-instruct", steps=20,
+                    policies={"adder": {"data": {"env": "digit_sum"}, "adapter": {"rank": 8}}})
+
+    Raises:
+        UserError: an unknown job or setting, or one that is missing; ``docs/settings.md`` has them all.
+    """
+    return settings.complete(ConfigDict({"job": job, **values}))
+
+
+def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
+    """Runs a job as ``python -m mint_jax.launch`` does, in this process; returns its result, which ``WORKDIR/result.json`` keeps."""
+    settings.complete(config)
+    host.leave_out_absent_tpu()
+    host.keep_freed_memory()
+    host.use_compilation_cache(base_lib.cache_dir() / "compiled")
+    result = importlib.import_module(JOBS[str(config.job)]).run(config, Path(workdir))
+    common.save_result(result, Path(workdir), config)
+    return result
+
+
 class Model:
     """A resident base and the policies that train over it.
 
@@ -69,12 +96,14 @@ class Model:
         base: the frozen base itself.
         trainer: of the policies; None before the first.
         engine: samples.
+        specs: shapes of the base's parameters, from which those of adapters follow.
     """
 
     def __init__(self, base: Base):
         self.base = base
         self.trainer: Trainer | None = None
         self.engine = DenseEngine(base, base.tokenizer.decode if base.tokenizer is not None else None)
+        self.specs = transformer.abstract(base.cfg)
 
     def policy(
         self,
@@ -109,18 +138,45 @@ class Model:
         """One completion of the base, or of a stored revision over it; settings as ``rollout.engine.Request`` names them."""
         return self.completions([prompt], revision, **settings)[0][0].text or ""
 
-    def completions(self, prompts: Sequence[Prompt], revision: "Stored | None" = None, **settings: Any) -> list[list[Completion]]:
-        """``n`` completions of each prompt, with tokens and log-probabilities."""
-        names, store = ([], None) if revision is None else ([revision.digest], revision.store)
-        with Pool(self.base, AdapterSource(self.base, store), names, 1) as pool, pool.hold(names) as held:
-            return self._generate(prompts, held.slot(names[0] if names else None), held.stacks, settings, *pool.digests.values())
+    def completions(
+        self, prompts: Sequence[Prompt], revision: "Stored | Sequence[Stored | None] | None" = None, slots: int = 8, **settings: Any
+    ) -> list[list[Completion]]:
+        """``n`` completions of each prompt, with tokens and log-probabilities.
+
+        Args:
+            revision: one for all prompts, or one for each, sampled together; None is the base.
+            slots: adapters of a rank bucket that are on the device at once; more take turns.
+
+        Raises:
+            UserError: not one revision for each prompt, or revisions of several catalogs.
+        """
+        each = list(revision) if isinstance(revision, Sequence) else [revision] * len(prompts)
+        if len(each) != len(prompts):
+            raise UserError(f"{len(each)} revisions are given for {len(prompts)} prompts: give one for all, or one for each")
+        stores = {id(one.store): one.store for one in each if one is not None}
+        if len(stores) > 1:
+            raise UserError(f"the revisions are of {len(stores)} catalogs: sample those of each by themselves")
+        names = [None if one is None else one.digest for one in each]
+        with Pool(self.base, AdapterSource(self.base, next(iter(stores.values()), None)), names, slots) as pool:
+
+            def sampled(turn: Turn) -> list[list[Completion]]:
+                mine = [names[i] for i in turn.rows]
+                return self._generate([prompts[i] for i in turn.rows], [turn.slot(name) for name in mine], turn.stacks, settings, mine)
+
+            return pool.run(sampled)
 
     def _generate(
-        self, prompts: Sequence[Prompt], slot: Slot | None, stacks: Stacks, settings: dict[str, Any], revision: str | None = None
+        self,
+        prompts: Sequence[Prompt],
+        slots: Sequence[Slot | None],
+        stacks: Stacks,
+        settings: dict[str, Any],
+        revisions: Sequence[str | None],
     ) -> list[list[Completion]]:
         settings = {"stop_ids": self.base.need_tokenizer().eos_ids, "temperature": 0.0} | settings
         encoded = [tuple(common.encode(self.base, prompt)) for prompt in prompts]
-        return self.engine.generate([Request(p, slot, revision=revision, **settings) for p in encoded], stacks)
+        rows = [Request(p, slot, revision=one, **settings) for p, slot, one in zip(encoded, slots, revisions, strict=True)]
+        return self.engine.generate(rows, stacks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +193,8 @@ class Policy:
 
     def completions(self, prompts: Sequence[Prompt], **settings: Any) -> list[list[Completion]]:
         """``n`` completions of each prompt, with tokens and log-probabilities."""
-        return self.model._generate(prompts, self.trainer.slots[self.name], self.trainer.stacks, settings)
+        slot, count = self.trainer.slots[self.name], len(prompts)
+        return self.model._generate(prompts, [slot] * count, self.trainer.stacks, settings, [None] * count)
 
     def train_step(self, rows: Sequence[Row] | Sequence[Group]) -> dict[str, float]:
         """One update: ``forward_backward`` and ``optim_step``. Its metrics are means over target tokens."""

@@ -1,6 +1,8 @@
 """The host: settings of its process, made once at start-up, and its memory."""
 
 import ctypes
+import glob
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -25,6 +27,21 @@ def keep_freed_memory() -> bool:
         return False
     settings = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, 2**31 - 1), (_M_TOP_PAD, 64 << 20), (_M_ARENA_MAX, 1))
     return all(mallopt(parameter, value) == 1 for parameter, value in settings)
+
+
+def leave_out_absent_tpu() -> None:
+    """Has JAX not look for a TPU where only its compiler is installed.
+
+    libtpu, which compiles for TPUs that are elsewhere, otherwise asks this machine for its own first: it prints its errors, and
+    has been seen to wait twenty seconds for a metadata server. Does nothing where JAX_PLATFORMS says what to use, where a GPU's plugin is
+    installed too, or where a device file may be a TPU's.
+    """
+    chosen: str = jax.config.jax_platforms  # type: ignore[attr-defined]
+    if chosen or importlib.util.find_spec("libtpu") is None:
+        return
+    gpu = any(importlib.util.find_spec(name) for name in ("jax_cuda12_plugin", "jax_cuda13_plugin", "jax_rocm7_plugin"))
+    if not gpu and not any(glob.glob(pattern) for pattern in ("/dev/accel*", "/dev/vfio/[0-9]*")):
+        jax.config.update("jax_platforms", "cpu")
 
 
 def use_compilation_cache(directory: str | Path) -> None:

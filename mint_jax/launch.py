@@ -31,7 +31,7 @@ from ml_collections import ConfigDict
 from mint_jax import compiling, host, multihost
 from mint_jax.errors import Interrupted, UserError
 from mint_jax.jobs import ALONE, JOBS, settings
-from mint_jax.jobs.common import Config, finish
+from mint_jax.jobs.common import Config, save_result
 from mint_jax.models.base import cache_dir
 
 FLAG = "--config."
@@ -149,6 +149,7 @@ def main(argv: Sequence[str]) -> None:
     config, declared = load(args.config, changes)
     settings.check(declared, config)
     config.lock()
+    host.leave_out_absent_tpu()
     if args.dry_run:
         from mint_jax.jobs import dry_run
 
@@ -165,12 +166,15 @@ def main(argv: Sequence[str]) -> None:
     compiling.announce()
     job = importlib.import_module(JOBS[config.job])
     try:
-        finish(job.run(config, workdir), workdir, config)
+        result = job.run(config, workdir)
+        save_result(result, workdir, config)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         place = error.filename or workdir
         raise UserError(f"{place} cannot be written, the disk is full: free disk space, then start again with the same command") from None
+    if multihost.is_main():
+        print(json.dumps(result), flush=True)
     multihost.barrier("end")
 
 

@@ -1,5 +1,6 @@
 """``import mint_jax as mint``: the README's ten lines, and that its objects do what those of the jobs do."""
 
+import json
 import re
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import mint_jax as mint
-from mint_jax import api, mesh
+from mint_jax import api, launch, mesh
 from mint_jax.jobs import sft, supervised
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.train.state import OptimizerConfig
@@ -100,3 +101,41 @@ def test_a_policy_that_joins_leaves_the_others_as_they_are(model):
         model.policy("first")
     with pytest.raises(mint.UserError, match="no rows"):
         first.train_step([])
+
+
+def test_revisions_mixed_in_one_call_answer_as_each_does_alone(model, tmp_path):
+    with mint.open(tmp_path / "catalog") as store, mint.open(tmp_path / "other") as other:
+        for name, rank in (("a", 2), ("b", 2), ("c", 9)):
+            policy = model.policy(name, rank, learning_rate=3e-2)
+            for _ in range(2):
+                policy.train_step(ROWS if name != "b" else ROWS[::-1][:1])
+            policy.save(store)
+        a, b, c = (store[name] for name in "abc")
+        each = [a, None, b, c, a]
+        mixed = model.completions(["3 + 4 ="] * 5, each, slots=1, max_tokens=6)
+        assert [completions[0].revision for completions in mixed] == [one and one.digest for one in each]
+        for one, [found] in zip(each, mixed):
+            [[alone]] = model.completions(["3 + 4 ="], one, max_tokens=6)
+            assert found.tokens == alone.tokens
+            np.testing.assert_allclose(found.logprobs, alone.logprobs, atol=1e-5)
+        with pytest.raises(mint.UserError, match="2 revisions are given for 1 prompts"):
+            model.completions(["3"], [a, b])
+        model.policy("d").save(other)
+        with pytest.raises(mint.UserError, match="of 2 catalogs"):
+            model.completions(["3", "4"], [a, other["d"]])
+
+
+def test_a_config_built_in_python_is_that_of_a_file_and_runs_as_launch_runs_it(tmp_path):
+    policies = {"a": {"data": {"env": "digit_sum"}, "adapter": {"rank": 2, "targets": ("q",)}}}
+    plain = {"base": "tiny-random", "steps": 2, "tensorboard": False, "policies": policies}
+    config = mint.config("sft", **plain)
+    file = f"from ml_collections import ConfigDict\n\n\ndef get_config():\n    return ConfigDict({ {'job': 'sft'} | plain!r})\n"
+    (tmp_path / "mine.py").write_text(file)
+    assert config.to_dict() == launch.load(str(tmp_path / "mine.py"))[0].to_dict()
+    assert config.export_every == 10
+    with pytest.raises(mint.UserError, match="stpes"):
+        mint.config("sft", **plain, stpes=2)
+    result = mint.run(config, tmp_path / "work")
+    assert json.loads((tmp_path / "work" / "result.json").read_text())["policies"] == result["policies"]
+    with mint.open(tmp_path / "work" / "catalog") as store:
+        assert store["a@latest"].digest == result["policies"][0]["revision"]

@@ -1,4 +1,4 @@
-"""The commands and files of docs/own_task.md, run as they stand there, on a base of random weights and for fewer steps."""
+"""The commands of README and docs, run as they stand there, on a base of random weights and for fewer steps."""
 
 import json
 import os
@@ -7,14 +7,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import peft
 import pytest
 import torch
 
+from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.catalog.packed import Schema, pack
+from mint_jax.lora import tree
+from mint_jax.lora.config import AdapterConfig
+from mint_jax.models import outline
 from tests import oracles
 
 ROOT = Path(__file__).parents[1]
+PYTHON = {".venv/bin/python": sys.executable}
 BLOCK = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<text>.*?)^```$", re.M | re.S)
 SMALLER = {"smollm2-135m-instruct": "tiny-random", '"steps": 20': '"steps": 2', ".venv/bin/python": sys.executable}
 
@@ -57,3 +64,74 @@ def test_an_own_task_from_nothing_to_an_adapter_that_peft_loads(tmp_path):
     assert sum(name.endswith("lora_A.default.weight") for name, _ in model.named_parameters()) > 0
     with torch.no_grad():
         assert np.isfinite(oracles.torch_logits(model, np.array([[1, 2, 3]]))).all()
+
+
+def commands_of(page: str, number: int = 0) -> str:
+    """One fenced block of commands, with the tiny base in place of the packaged one."""
+    found = [one["text"] for one in BLOCK.finditer((ROOT / page).read_text()) if one["kind"] == "bash"]
+    text = found[number]
+    for long, short in ({"smollm2-135m-instruct": "tiny-random"} | PYTHON).items():
+        text = text.replace(long, short)
+    return "shopt -s expand_aliases\n" + text
+
+
+def bash(text: str, folder: Path) -> str:
+    """What the commands print, all of which succeed."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(["bash", "-eo", "pipefail"], input=text, cwd=folder, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+@pytest.mark.long
+def test_the_commands_of_the_readme_and_the_index_on_the_quickstarts_output(tmp_path):
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    settings = "--config.base=tiny-random --config.steps=3 --config.export_every=1 --config.eval.examples=4"
+    bash(f"{sys.executable} -m mint_jax.launch --config=configs/quickstart.py --workdir=runs/quickstart {settings}", tmp_path)
+    bash(commands_of("README.md", 1).replace("max_tokens=6", "max_tokens=6 --config.base=tiny-random"), tmp_path)
+    [answer] = (json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines())
+    with Catalog.open(tmp_path / "runs/quickstart/catalog") as catalog:
+        assert [entry.action for entry in catalog.history("adder")] == ["promote", "promote", "rollback"]
+        assert answer["revision"] == catalog.resolve("adder@2").digest
+    assert (tmp_path / "runs/adder-peft/adapter_config.json").is_file()
+    listed = commands_of("docs/index.md").replace("make quickstart\n", "")
+    assert "adder" in bash(listed, tmp_path)
+
+
+@pytest.mark.long
+def test_the_commands_of_the_catalogs_page(tmp_path, rng):
+    base = outline.outline("tiny-random")
+    with Catalog.open(tmp_path / "runs/catalog") as catalog:
+        for step in range(2):
+            config = AdapterConfig(2, 4.0, ("q", "v"))
+            data = jax.tree.map(lambda s: rng.normal(0, 0.02, s.shape).astype(np.float32), tree.adapter_specs(base.specs, config))
+            catalog.export("chat", pack(data, Schema(base.fingerprint, config)), step, create=True)
+        catalog.promote("chat", 2)
+    bash(f"{sys.executable} -m mint_jax.catalog --catalog=runs/catalog export chat@1 ADAPTERS/other --base=tiny-random", tmp_path)
+    bash(commands_of("docs/catalog.md"), tmp_path)
+    with Catalog.open(tmp_path / "runs/catalog") as catalog:
+        assert [one.policy for one in catalog.policies()] == ["chat", "other"]
+        assert catalog.resolve("other").digest == catalog.resolve("chat@1").digest
+        assert catalog.resolve("chat@serving").number == 2
+    assert (tmp_path / "OUT/adapter_config.json").is_file()
+
+
+@pytest.mark.slow  # minutes: a real base compiled for four chips
+def test_the_command_of_the_pods_page(tmp_path):
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    bash(commands_of("docs/pods.md").split("#")[0], tmp_path)
+
+
+def test_every_command_on_a_page_is_run_by_a_test():
+    """Blocks by page: run above, by tests/api_test.py (Python), or by CI itself (make)."""
+    known = {"README.md": 2, "CONTRIBUTING.md": 1, "docs/index.md": 1, "docs/catalog.md": 1, "docs/own_task.md": 2, "docs/pods.md": 1}
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
+    found = {}
+    for page in pages:
+        blocks = [one for one in BLOCK.finditer(page.read_text()) if one["kind"] == "bash"]
+        if blocks:
+            found[str(page.relative_to(ROOT))] = len(blocks)
+    assert found == known
+    [makes] = [one["text"] for one in BLOCK.finditer((ROOT / "CONTRIBUTING.md").read_text()) if one["kind"] == "bash"]
+    targets = set(re.findall(r"^make ([\w-]+)", makes + commands_of("README.md"), re.M))
+    assert targets <= set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M))

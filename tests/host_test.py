@@ -1,5 +1,7 @@
 """Settings of the process, made in processes of their own."""
 
+import glob
+import importlib.util
 import os
 import platform
 import subprocess
@@ -75,3 +77,26 @@ def test_resident_memory_follows_what_is_held():
     peak = host.peak_rss_bytes()
     del held
     assert host.peak_rss_bytes() >= peak - (4 << 20)  # as above
+
+
+ASK = """
+import sys
+from mint_jax import host
+import jax
+host.leave_out_absent_tpu()
+print(jax.devices()[0].platform, jax.config.jax_platforms)
+"""
+
+
+ACCELERATORS = glob.glob("/dev/accel*") or glob.glob("/dev/vfio/[0-9]*") or importlib.util.find_spec("jax_cuda13_plugin")
+
+
+@pytest.mark.skipif(bool(ACCELERATORS), reason="this machine has an accelerator, or a plugin that looks for one")
+@pytest.mark.parametrize("chosen", ["", "cpu"])
+def test_a_tpus_compiler_alone_is_not_asked_for_a_tpu(chosen):
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    environment |= {"JAX_PLATFORMS": chosen} if chosen else {}
+    assert importlib.util.find_spec("libtpu"), "the tests' set-up has it"
+    done = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout.split()) == (0, ["cpu", "cpu"])
+    assert "libtpu" not in done.stderr, "what it says when it looks for a TPU"

@@ -22,6 +22,7 @@ from mint_jax.catalog.records.operations import Operations
 from mint_jax.catalog.records.retention import Retention
 from mint_jax.catalog.records.revisions import Revisions
 from mint_jax.catalog.records.sessions import Leases, Sessions
+from mint_jax.catalog.records.tags import Tags
 from mint_jax.catalog.records.training import Training
 from mint_jax.catalog.storage.payloads import PayloadStore
 from mint_jax.catalog.upkeep import lost_commits
@@ -29,7 +30,7 @@ from mint_jax.catalog.upkeep.upkeep import Upkeep
 from mint_jax.errors import UserError
 
 
-class Catalog(Revisions, Aliases, Retention, Sessions, Leases, Training, Evaluations, Operations, Upkeep):
+class Catalog(Revisions, Aliases, Tags, Retention, Sessions, Leases, Training, Evaluations, Operations, Upkeep):
     """Everything that can be done with a catalog; each class above is one kind of record, in a file of its own."""
 
     @classmethod

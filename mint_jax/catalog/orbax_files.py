@@ -21,9 +21,9 @@ from typing import Any, cast
 import numpy as np
 
 from mint_jax import nested
-from mint_jax.catalog import header
 from mint_jax.catalog.packed import Buffer, Schema, digest_of, pack, unpack
 from mint_jax.errors import UserError
+from mint_jax.safetensors_header import parse_object
 
 ADAPTER, REVISION = "adapter", "revision"
 MAX_JSON = 4 << 20
@@ -111,10 +111,7 @@ def _revision(directory: Path) -> dict[str, Any]:
     path = directory / REVISION / "metadata"
     if path.stat().st_size > MAX_JSON:
         raise UserError(f"its item {REVISION!r} has more than {MAX_JSON:,} bytes")
-    told = header.parse_json(path.read_bytes(), f"the item {REVISION!r}")
-    if not isinstance(told, dict):
-        raise UserError(f"the item {REVISION!r} is not a JSON object")
-    return told
+    return parse_object(path.read_bytes(), f"the item {REVISION!r}")
 
 
 def _nested(adapter: Any) -> Any:

@@ -21,6 +21,7 @@ from mint_jax.catalog import header
 from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
 from mint_jax.lora.config import MAX_RANK, AdapterConfig
+from mint_jax.safetensors_header import parse_json
 
 FORMAT = "mint-adapter/2"
 LAYOUT = "layers-experts-rank-first"  # A [L, R, D] and B [L, R, F]; routed experts [L, E, R, D] and [L, E, R, F]
@@ -66,7 +67,7 @@ class Schema:
         Raises:
             UserError: another format, a field missing, unknown or out of its range.
         """
-        fields = header.parse_json(text, "the schema")
+        fields = parse_json(text, "the schema")
         if not isinstance(fields, dict):
             raise UserError("the schema is not a JSON object")
         if fields.get("format") != FORMAT:

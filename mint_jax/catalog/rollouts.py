@@ -14,6 +14,7 @@ import safetensors.numpy
 
 from mint_jax.catalog.packed import Buffer, as_bytes
 from mint_jax.errors import UserError
+from mint_jax.safetensors_header import header_size, parse_object
 
 FORMAT = "mint-rollouts/1"
 _DTYPES = {
@@ -84,8 +85,8 @@ def unpack_rollouts(data: Buffer) -> Rollouts:
     raw = as_bytes(data).tobytes()
     try:
         arrays = safetensors.numpy.load(raw)
-        size = int.from_bytes(raw[:8], "little")
-        about = json.loads(json.loads(raw[8 : 8 + size])["__metadata__"]["rollouts"])
+        size = header_size(raw, len(raw), len(raw), "its header")
+        about = parse_object(parse_object(raw[8 : 8 + size], "its header")["__metadata__"]["rollouts"], "its description")
         if about["format"] != FORMAT:
             raise UserError(f"rollouts of format {str(about['format'])[:40]!r}; this version reads {FORMAT!r}")
         lengths = arrays["lengths"]

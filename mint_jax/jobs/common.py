@@ -31,7 +31,17 @@ from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import LossConfig, PolicyConfig
 
 # a resumed run may differ in these
-FREE_TO_CHANGE = ("steps", "export_every", "checkpoint", "log_every", "reward_workers", "reward_timeout", "keep_rollouts")
+FREE_TO_CHANGE = (
+    "steps",
+    "export_every",
+    "checkpoint",
+    "reward_workers",
+    "reward_timeout",
+    "keep_rollouts",
+    "tensorboard",
+    "wandb",
+    "mlflow",
+)
 
 
 def say(message: str) -> None:
@@ -40,15 +50,13 @@ def say(message: str) -> None:
         print(message, file=sys.stderr, flush=True)
 
 
-def finish(result: dict[str, Any], workdir: Path, config: Config) -> None:
-    """Prints the result as the last line, and writes it to ``result.json`` with the stamp that says where it comes from.
+def save_result(result: dict[str, Any], workdir: Path, config: Config) -> None:
+    """Writes ``result.json``, with the stamp that says where it comes from.
 
     A result that has its stamp already, of a run that was finished before, keeps it.
     """
-    if not multihost.is_main():
-        return
-    write_file(workdir / "result.json", json.dumps({"stamp": stamp.stamp(plain(config))} | result) + "\n")
-    print(json.dumps(result), flush=True)
+    if multihost.is_main():
+        write_file(workdir / "result.json", json.dumps({"stamp": stamp.stamp(plain(config))} | result) + "\n")
 
 
 def save_config(config: Config, workdir: Path) -> None:
@@ -85,6 +93,7 @@ def claim_workdir(config: Config, workdir: Path) -> None:
             if _has_steps(workdir):
                 raise
             _forget_start(workdir / "run.json")
+            (workdir / "trackers.json").unlink(missing_ok=True)
 
     multihost.agree("workdir", look)
     save_config(config, workdir)

@@ -129,6 +129,8 @@ class Training(WithCatalog):
         eval_every: steps from one measurement on held-out data to the next, the best of which the alias best names; 0: none on the way.
         checkpoint: when training is saved.
         tensorboard: whether metrics are written for TensorBoard too.
+        wandb: a Weights & Biases project that gets them too; empty: none.
+        mlflow: an MLflow experiment that gets them too; empty: none.
     """
 
     seed: Natural = 0
@@ -140,6 +142,8 @@ class Training(WithCatalog):
     eval_every: Natural = 0
     checkpoint: Checkpoint = Checkpoint()
     tensorboard: bool = True
+    wandb: str = ""
+    mlflow: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from mint_jax.data import chat
 from mint_jax.data.sources import numbered_rows
 from mint_jax.envs import env as env_lib
 from mint_jax.envs.env import Example
-from mint_jax.errors import UserError
+from mint_jax.errors import UserError, choice
 from mint_jax.jobs import common, report, settings
 from mint_jax.jobs.common import Config, PolicyData
 from mint_jax.jobs.settings import Count, Natural, Open, Place
@@ -24,6 +24,8 @@ from mint_jax.jobs.training import TrainingRun
 from mint_jax.models.base import Base
 from mint_jax.train.batch import Group
 from mint_jax.train.trainer import LossConfig, Trainer
+
+TOO_LONG = ("refuse", "cut", "drop")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,14 +37,20 @@ class Data(Open):
         held_out: this many first rows are not learned but measured; a tenth by default.
         env: where no path is given: a name in envs.env.REGISTRY, or module:factory.
         append_eos: end texts, and replies to prompts that are text, with the checkpoint's end token; chat templates end theirs.
+        max_tokens: of a row, prompt and answer together; 0: what the base's context holds.
+        too_long: what becomes of a longer row: refuse ends the run before it begins, cut drops what is beyond, drop the whole row.
     """
 
     path: Place = ""
     held_out: Natural | None = None
     env: str = ""
     append_eos: bool = True
+    max_tokens: Natural = 0
+    too_long: str = "refuse"
 
     def __post_init__(self):
+        if self.too_long not in TOO_LONG:
+            raise choice("too_long", self.too_long, TOO_LONG)
         if not self.path and not self.env:
             raise UserError("there is neither path nor env; expected path (a .jsonl or .parquet file) or env (an environment's name)")
 
@@ -105,7 +113,8 @@ def rows_of(section: Config, kind: Kind) -> tuple[list[Located], list[Located]]:
     """
     options = dict(section)
     path, name, held = options.pop("path"), options.pop("env"), options.pop("held_out", None)
-    del options["append_eos"]
+    for shared in ("append_eos", "max_tokens", "too_long"):
+        del options[shared]
     if not path:
         environment = env_lib.make(name, **options)
         parts = kind.from_env(environment.train), kind.from_env(environment.held_out)
@@ -126,20 +135,45 @@ def data_of(config: Config, base: Base, kind: Kind, rows: dict[str, tuple[list[L
     """Every policy's data (of ``rows_of``), encoded and checked before anything runs."""
     found = {}
     for name, section in config.policies.items():
-
-        def encoded(where: str, row: Row, name: str = name, append_eos: bool = section.data.append_eos) -> Group:
-            group = kind.to_group(base, row, where, append_eos)
-            longest = len(group.prefix) + max(len(s.tokens) for s in group.sequences)
-            if longest > base.cfg.context:
-                raise UserError(
-                    f"policy {name!r}: {where} has {longest} tokens, which exceeds the context of {base.cfg.context}: drop or shorten it"
-                )
-            return group
-
-        train, held_out = ([encoded(*located) for located in part] for part in rows[name])
+        train, held_out = (_encoded(name, section.data, base, kind, part) for part in rows[name])
         found[name] = PolicyData(name, common.seed_of(config, name), train, held_out, section.batch_size)
     multihost.require_same("the data", lambda: {name: dataclasses.asdict(one) for name, one in found.items()})
     return found
+
+
+def _encoded(name: str, data: Config, base: Base, kind: Kind, rows: Sequence[Located]) -> list[Group]:
+    """Rows as groups; those that are too long are shortened or left out where ``data.too_long`` says so, and counted."""
+    if data.max_tokens > base.cfg.context:
+        raise UserError(f"policy {name!r}: data.max_tokens is {data.max_tokens}, but the base's context is {base.cfg.context}: lower it")
+    limit = data.max_tokens or base.cfg.context
+    groups, cut, dropped = [], 0, 0
+    for where, row in rows:
+        group: Group | None = kind.to_group(base, row, where, data.append_eos)
+        longest = len(group.prefix) + max(len(s.tokens) for s in group.sequences)
+        if longest > limit:
+            if data.too_long == "refuse":
+                what = f"data.max_tokens, {limit}" if data.max_tokens else f"the context of {limit}"
+                raise UserError(
+                    f"policy {name!r}: {where} has {longest} tokens, which exceeds {what}: shorten it, or set data.too_long to cut or drop"
+                )
+            group = _cut(group, limit) if data.too_long == "cut" else None
+            cut, dropped = cut + (group is not None), dropped + (group is None)
+        if group is not None:
+            groups.append(group)
+    if cut or dropped:
+        common.say(f"policy {name!r}: of {len(rows)} rows {cut} were cut to {limit} tokens and {dropped} left out")
+    if rows and not groups:
+        raise UserError(f"policy {name!r}: all {len(rows)} rows have more than {limit} tokens: raise data.max_tokens")
+    return groups
+
+
+def _cut(group: Group, limit: int) -> Group | None:
+    """A group whose sequences end where the limit is; None where a sequence would have no target left."""
+    left = limit - len(group.prefix)
+    sequences = [dataclasses.replace(s, tokens=s.tokens[:left], weights=s.weights[:left]) for s in group.sequences]
+    if left < 1 or not all(any(s.weights) for s in sequences):
+        return None
+    return dataclasses.replace(group, sequences=sequences)
 
 
 def weighted(groups: Sequence[Group]) -> list[Group]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mint_jax import metrics, multihost
+from mint_jax import metrics, multihost, trackers
 from mint_jax import params as params_lib
 from mint_jax.catalog.packed import Schema
 from mint_jax.catalog.records.names import full_name
@@ -117,6 +117,9 @@ class TrainingRun:
             self.trainer.refer(name, loaded.config, loaded.adapter)
         multihost.agree("metrics.jsonl", lambda: metrics.truncate_rows(workdir / "metrics.jsonl", self.step))
         self._writer = metrics.MetricsWriter(workdir, config.tensorboard)
+        done = self.resumed and min(self.step.values()) >= config.steps
+        named = {} if done else {"wandb": config.wandb, "mlflow": config.mlflow}
+        self._trackers = trackers.Trackers(workdir, named, common.plain(config))
         self._remember_shapes(self.step)
         self._progress = metrics.Progress(
             config.job, config.steps * len(self.step), done=sum(self.step.values()), per=len(self.step), unit="steps"
@@ -137,6 +140,7 @@ class TrainingRun:
         try:
             if kind is not None:
                 self._writer.close()
+                self._trackers.close(finished=False)
                 if multihost.count() == 1 or isinstance(error, KeyboardInterrupt):  # otherwise the others may be gone
                     with contextlib.suppress(UserError):  # the error that is on its way comes first
                         self._saved.close()  # a checkpoint in flight is finished
@@ -324,6 +328,7 @@ class TrainingRun:
             self.step[name] = step + 1
             self._snapshots.pop(name, None)
             self._writer.write(step, name, row)
+            self._trackers.write(step, name, row)
             if row.get("skipped"):
                 common.say(f"policy {name}: the gradient of step {step + 1} was not finite; the update was skipped")
         self._remember_shapes(rows)
@@ -393,6 +398,7 @@ class TrainingRun:
 
         final = multihost.agree("final revisions", finish)
         self._writer.close()
+        self._trackers.close()
         self._give_up()
         return {name: (digest, number) for name, (digest, number) in final.items()}
 

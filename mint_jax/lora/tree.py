@@ -236,13 +236,6 @@ def _restrict(tree: Any, like: Any) -> Any:
     return {name: _restrict(tree[name], child) for name, child in like.items()} if isinstance(like, dict) else tree
 
 
-def clear_slot(stack: AdapterStack, slot: jax.Array | int) -> AdapterStack:
-    """Zeroes a slot."""
-    return dataclasses.replace(
-        stack, factors=jax.tree.map(lambda x: x.at[:, slot].set(0.0), stack.factors), scale=stack.scale.at[slot].set(0.0)
-    )
-
-
 def stack_adapters(base_specs: Any, adapters: Mapping[str, tuple[AdapterConfig, Any]]) -> tuple[Stacks, dict[str, Slot]]:
     """Makes adapters resident: stacks with one slot each, and which slot each name got."""
     targets: dict[int, list[str]] = {}

@@ -6,7 +6,8 @@ more tokens than equally loaded experts need; tokens beyond it go in further rou
 depend on the round in which a token travels, each block of rows has capacity of its own: another policy's routing must not
 change in which order a policy's numbers are added.
 
-The backward pass is written out: it exchanges gradients the same way and recomputes the experts' inner activations.
+The backward pass is written out, for how many rounds there are is data and JAX has no reverse of such a loop: it exchanges
+gradients the same way and recomputes the experts' inner activations.
 
 Axes: B rows, T tokens, D model width, X experts of a token, N tokens of a device, M token-expert pairs, W devices of an
 exchange, C capacity of a block between two of them, K keys: blocks, or devices and blocks.
@@ -122,6 +123,8 @@ def _backward(of_block, residuals, g):
     def local(x, weights, lora, ids, block, p, g):
         exchange = _exchange(mesh, x.shape[0], ids.shape[1], p["gate"]["w"].shape[0], of_block)
         dx, dw, dlora = exchange.back(Visits(x, ids, weights, block), p, lora, g)
+        # An expert's adapters lie on one device of the experts' axes and once on each of the others that hold rows: their
+        # gradients are of different rows, and the copies stay equal only if each gets the sum.
         if replicas:
             dlora = jax.lax.psum(dlora, replicas)
         return dx.astype(x.dtype), dw, dlora
@@ -139,6 +142,8 @@ def _exchange(mesh: Any, tokens: int, per_token: int, experts: int, of_block: in
     axes = sharding.mesh_axes("experts", mesh)
     split = tuple(a for a in axes if a in sharding.mesh_axes("batch", mesh))  # axes over which tokens differ
     same = tuple(a for a in axes if a not in split)  # axes over which devices hold the same tokens
+    # Gathering brings every token to every device, which needs no capacity for what chance does to the routing; its bytes grow
+    # with the tokens of all devices, those of an exchange with a device's own, times its visits and SLACK.
     gathered = tokens * math.prod(mesh.shape[a] for a in split)
     ways = math.prod(mesh.shape[a] for a in axes)
     if gathered <= GATHER_TOKENS:
@@ -182,6 +187,8 @@ class Plan(NamedTuple):
 
     def round(self, r: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array]:
         """The pairs of round r, ``[K * capacity]``, and which of them are real."""
+        # Capacity that a key does not fill is clipped to some pair that exists. What it computes is thrown away by ``real``, and
+        # with a select: that pair may be another policy's, whose numbers may be NaN, and NaN times 0 is NaN.
         nth = r * capacity + jnp.arange(capacity, dtype=jnp.int32)[None]
         at = jnp.clip(self.first[:, None] + nth, 0, self.order.shape[0] - 1)
         return self.order[at].reshape(-1), (nth < self.count[:, None]).reshape(-1)
@@ -203,7 +210,7 @@ class Gather(NamedTuple):
         split: those of them over which tokens are split too.
         same: the others.
         capacity: pairs of a round forward.
-        room_back: pairs of a block in a round backward.
+        capacity_back: pairs of a block in a round backward.
         experts: experts held here.
     """
 
@@ -211,7 +218,7 @@ class Gather(NamedTuple):
     split: tuple[str, ...]
     same: tuple[str, ...]
     capacity: int
-    room_back: int
+    capacity_back: int
     experts: int
 
     def _all(self, tree: Any) -> Any:
@@ -235,6 +242,8 @@ class Gather(NamedTuple):
         def body(r, y):
             pair, real = plan.round(r, self.capacity)
             token, expert = pair // v.ids.shape[1], jnp.where(real, local[pair], -1)
+            # A token's experts here may be in different rounds and the same row is added to twice: in float32, in the order of its
+            # pairs, so that the sum does not depend on who else is in the round.
             return y.at[token].add(_weighted(v.x, token, expert, v.block[token], v.weights.reshape(-1)[pair], p, lora))
 
         y = jax.lax.fori_loop(0, plan.rounds(self.capacity), body, jnp.zeros(v.x.shape, jnp.float32))
@@ -244,11 +253,11 @@ class Gather(NamedTuple):
         v, g = self._all((v, g))
         blocks = 1 if lora is None else lora.total_blocks
         plan, local = self._plan(v, jnp.repeat(v.block, v.ids.shape[1]), blocks)
-        row = jnp.arange(blocks * self.room_back, dtype=jnp.int32)
+        row = jnp.arange(blocks * self.capacity_back, dtype=jnp.int32)
 
         def body(r, sums):
             dx_sum, dw_sum, dlora_sum = sums
-            pair, real = plan.round(r, self.room_back)
+            pair, real = plan.round(r, self.capacity_back)
             token, expert = pair // v.ids.shape[1], jnp.where(real, local[pair], -1)
             x, block, weight = v.x[token], v.block[token], v.weights.reshape(-1)[pair]
             _, vjp = jax.vjp(lambda x, w, lora: _weighted(x, row, expert, block, w, p, lora), x, weight, lora)
@@ -257,12 +266,12 @@ class Gather(NamedTuple):
             dlora_sum = jax.tree.map(lambda s, d: s + d.astype(s.dtype), dlora_sum, dlora)
             return dx_sum.at[token].add(dx.astype(jnp.float32)), dw_sum.at[pair].add(dw), dlora_sum
 
-        dx, dw, dlora = jax.lax.fori_loop(0, plan.rounds(self.room_back), body, _zero_sums(v, lora))
+        dx, dw, dlora = jax.lax.fori_loop(0, plan.rounds(self.capacity_back), body, _zero_sums(v, lora))
         return self._own(dx.astype(v.x.dtype)), self._own(dw.reshape(v.ids.shape)), _like(dlora, lora)
 
 
 def _zero_sums(v: Visits, lora: BoundAdapters | None) -> tuple[jax.Array, jax.Array, Any]:
-    """Float32 capacity for the gradients of activations, of every pair's weight and of adapters."""
+    """Float32 zeros, in which the gradients of activations, of every pair's weight and of adapters are summed over rounds."""
     dlora = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), lora)
     return jnp.zeros(v.x.shape, jnp.float32), jnp.zeros((v.ids.size,), jnp.float32), dlora
 
@@ -313,6 +322,8 @@ class AllToAll(NamedTuple):
         keys, ids = self.ways * self.blocks, v.ids.reshape(-1)
         block = jnp.repeat(v.block - v.block[0], v.ids.shape[1])  # among those here, which are consecutive
         plan = Plan.of(jnp.where(ids >= 0, ids // self.experts * self.blocks + block, keys), keys)
+        # The most that any device needs, over axes that take no part in this exchange too: a device that left the loop
+        # earlier would be missed in the collectives of the others, which then wait for ever.
         return plan, jax.lax.pmax(plan.rounds(self.capacity), self.all_axes)
 
     def _swap(self, tree: Any) -> Any:

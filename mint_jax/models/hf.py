@@ -29,9 +29,11 @@ from mint_jax.errors import UserError
 from mint_jax.models import quantised, transformer
 from mint_jax.models.config import ModelConfig
 from mint_jax.params import ParamSpec
+from mint_jax.safetensors_header import header_size, parse_object
 
 _log = logging.getLogger(__name__)
 
+MAX_HEADER = 100_000_000  # bytes, the limit of the format's own package
 _DENSE = {  # path below one layer -> name below model.layers.{i}
     "attn/norm": "input_layernorm.weight",
     "attn/o/w": "self_attn.o_proj.weight",
@@ -332,8 +334,8 @@ def _spans(directory: Path) -> Iterator[tuple[str, dict[str, Any], tuple[Path, i
     """Name, header and byte range of every tensor (safetensors format: u64 header size, JSON header, data)."""
     for path in sorted(directory.glob("*.safetensors")):
         with open(path, "rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size))
+            size = header_size(file.read(8), path.stat().st_size, MAX_HEADER, f"the header of {path}")
+            header = parse_object(file.read(size), f"the header of {path}")
         for name, entry in header.items():
             if name != "__metadata__":
                 start, stop = entry["data_offsets"]

@@ -17,7 +17,6 @@ import numpy as np
 import optax
 from flax import struct
 
-from mint_jax import params as params_lib
 from mint_jax.errors import UserError, choice
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig, AdapterStack
@@ -182,9 +181,3 @@ def _zero_slot(tree: Any, slot: jax.Array | int) -> Any:
         return x.at[slot].set(0) if slot_axis(x) == 0 else x.at[:, slot].set(0)
 
     return jax.tree.map(zero, tree)
-
-
-def bytes_per_policy(state: State, bucket: int) -> int:
-    """Device bytes that one more policy of this bucket costs: factors, two moments, gradient sum, scalars."""
-    stack = state[bucket]
-    return params_lib.nbytes(stack) // stack.steps.shape[0]

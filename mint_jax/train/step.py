@@ -102,7 +102,8 @@ def forward_backward(
         losses, metrics = jax.vmap(policy_loss)(logp, batch.loss, coefs)
         if missed is not None:
             metrics["out_of_route_sum"] = jnp.sum(missed * (batch.loss.weights != 0), axis=(1, 2))
-        # A policy's loss depends on its own adapter only, so the gradient of the sum is every policy's own gradient.
+        # A policy's loss depends on its own adapter only, so the gradient of the sum is every policy's own gradient: one
+        # backward pass of the base for all of them, where a gradient per policy would be as many.
         return jnp.sum(losses), (logp, metrics | {"loss": losses})
 
     grads, (logp, metrics) = jax.grad(loss, has_aux=True)(taken)

@@ -407,3 +407,26 @@ def test_a_reader_that_stops_early_is_no_error(folder):
     process.stdout.close()
     assert process.stderr.read() == b""
     assert process.wait(300) == 0
+
+
+def test_tags_names_and_the_end_of_a_policy(run, told, folder):
+    assert told("tag", "chat", "team=a", "use=tests", "--why=order") == {"name": "chat", "tags": {"team": "a", "use": "tests"}}
+    assert told("tag", "chat@2", "best=yes")["tags"] == {"best": "yes"}
+    assert told("tag", "chat", "--remove=use")["tags"] == {"team": "a"}
+    assert "team=a" in run("ls")[1]
+    assert [one["policy"] for one in told("ls", "--tag=team=a")["policies"]] == ["chat"]
+    assert told("ls", "--tag=team=a", "--tag=use=tests")["policies"] == []
+    assert told("show", "chat")["tags"] == {"team": "a"}
+    assert told("show", "chat@serving")["tags"] == {"best": "yes"}
+    assert "give KEY=VALUE" in refused(run, "tag", "chat")
+    assert "'team' is to be set and removed" in refused(run, "tag", "chat", "team=b", "--remove=team")
+    with pytest.raises(SystemExit):
+        run("tag", "chat", "team")
+
+    assert told("rename", "chat", "talk")["policy"]["policy"] == "talk"
+    assert run("show", "talk")[0] == 0
+    assert "retire it first" in refused(run, "delete", "talk")
+    assert run("retire", "talk")[0] == 0
+    assert told("delete", "talk", "--why=done") == {"policy": "talk", "is": "deleted"}
+    assert [one["policy"] for one in told("ls")["policies"]] == ["acme/bot"]
+    assert [one["name"].split("@")[0] for one in told("ls", "--state=deleted")["policies"]] == ["talk"]

@@ -306,7 +306,7 @@ HOSTILE = {
     "huge header": (with_header(1 << 62), "its header claims"),
     "negative header": (with_header((1 << 64) - 1), "its header claims"),
     "cut off": (cut, "cannot be read"),
-    "empty": (lambda path: (path / WEIGHTS).write_bytes(b""), "its header claims"),
+    "empty": (lambda path: (path / WEIGHTS).write_bytes(b""), "its header is missing: the file has 0 bytes"),
     "config is a list": (lambda path: (path / CONFIG).write_text("[]"), "is not a JSON object"),
     "config is nested": (lambda path: (path / CONFIG).write_text("[" * 200_000), "nested too deeply"),
     "config is bytes": (lambda path: (path / CONFIG).write_bytes(b"\xff\xfe\0"), "is not JSON"),

@@ -45,6 +45,7 @@ class Policy:
     session: int = 0
     owner: str | None = None
     began: int | None = None
+    tags: dict[tuple[int, str], str] = dataclasses.field(default_factory=dict)  # (number or 0, key) -> value
 
     def move(self, alias: str, number: int) -> None:
         stack = self.stacks.setdefault(alias, [])
@@ -74,6 +75,7 @@ class Machine(RuleBasedStateMachine):
         self.handles = [self.opened(), self.opened()]
         self.policies: dict[str, Policy] = {}
         self.leases: list = []
+        self.trained: dict[tuple[int, int], Policy] = {}  # whose a session is
 
     def opened(self) -> Catalog:
         return Catalog.open(self.place or self.folder, f"{self.folder}/payloads", clock=self.clock, actor="model")
@@ -255,14 +257,16 @@ class Machine(RuleBasedStateMachine):
         policy.session += 1
         policy.owner, policy.began = owner, policy.stacks["latest"][-1] if "latest" in policy.stacks else None
         assert (session.number, session.start) == (policy.session, policy.began)
+        self.trained[session.policy_id, session.number] = policy
         return session
 
     @rule(session=sessions, value=VALUES, step=st.integers(0, 2), close=st.booleans())
     def write_through(self, session, value, step, close):
         if session is None:
             return
-        policy = self.policies[session.policy]
-        current = policy.session == session.number and policy.owner is not None
+        policy = self.trained[session.policy_id, session.number]
+        there = self.policies.get(session.policy) is policy  # neither renamed nor deleted
+        current = there and policy.session == session.number and policy.owner is not None
         if close:
             if not current:
                 self.refused(self.catalog.close_session, session)
@@ -273,6 +277,53 @@ class Machine(RuleBasedStateMachine):
             self.refused(self.catalog.export, session.policy, packed(value), step, session=session)
         else:
             assert self.catalog.export(session.policy, packed(value), step, session=session).number == self.add(session.policy, value, step)
+
+    @rule(
+        name=st.sampled_from(NAMES),
+        number=st.integers(0, 4),
+        changes=st.dictionaries(st.sampled_from(["team", "use"]), st.sampled_from([None, "a", "b"]), min_size=1),
+    )
+    def tag(self, name, number, changes):
+        policy, named = self.policies.get(name), f"{name}@{number}" if number else name
+        if policy is None or (number and number not in policy.revisions):
+            self.refused(self.catalog.tag, named, changes)
+            return
+        for key, value in changes.items():
+            policy.tags.pop((number, key), None)
+            if value is not None:
+                policy.tags[number, key] = value
+        assert self.catalog.tag(named, changes) == {key: value for (of, key), value in policy.tags.items() if of == number}
+
+    @rule(name=st.sampled_from(NAMES), new=st.sampled_from(NAMES))
+    def rename(self, name, new):
+        policy = self.policies.get(name)
+        if "/" in name and "/" not in new:
+            new = f"lab/{new}"  # a plain name stays in its tenant
+        taken, other_tenant = new != name and new in self.policies, "/" in new and "/" not in name
+        if policy is None or policy.owner is not None or taken or other_tenant:
+            self.refused(self.catalog.rename, name, new)
+            return
+        self.catalog.rename(name, new)
+        self.policies[new] = self.policies.pop(name)
+        for other in self.policies.values():
+            if other.parent is not None and other.parent[0] == name:
+                other.parent = (new, other.parent[1])
+
+    @rule(name=st.sampled_from(NAMES))
+    def delete(self, name):
+        policy = self.policies.get(name)
+        leased = {lease.digest for lease in self.leases}
+        if (
+            policy is None
+            or not policy.retired
+            or policy.owner is not None
+            or leased & {revision.digest for revision in policy.revisions.values()}
+            or any(other.parent is not None and other.parent[0] == name for other in self.policies.values())
+        ):
+            self.refused(self.catalog.delete, name)
+            return
+        self.catalog.delete(name)
+        del self.policies[name]
 
     @rule(seconds=st.sampled_from([-5000.0, 5000.0]))
     def pass_time(self, seconds):
@@ -298,6 +349,7 @@ class Machine(RuleBasedStateMachine):
         assert (told.revisions, told.payloads, told.packs) == (done.revisions, done.payloads, done.packs)
         for name, number in expected:
             del self.policies[name].revisions[number]
+            self.policies[name].tags = {key: value for key, value in self.policies[name].tags.items() if key[0] != number}
         used = {revision.digest for policy in self.policies.values() for revision in policy.revisions.values()} | leased
         assert self.catalog.stats()["payloads"] == len(used)
 
@@ -309,6 +361,9 @@ class Machine(RuleBasedStateMachine):
             assert {n: (r.digest, r.step, r.pinned, r.state) for n, r in found.items()} == {
                 n: (r.digest, r.step, r.pinned, "retired" if r.retired else "live") for n, r in policy.revisions.items()
             }
+            for number in [0, *policy.revisions]:
+                expected = {key: value for (of, key), value in policy.tags.items() if of == number}
+                assert self.catalog.tags(f"{name}@{number}" if number else name) == expected
             assert {a.name: a.number for a in self.catalog.aliases(name)} == {alias: s[-1] for alias, s in policy.stacks.items()}
             for alias, stack in policy.stacks.items():
                 if policy.retired:

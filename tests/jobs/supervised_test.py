@@ -1,5 +1,6 @@
 """Data and losses of sft and dpo: what rows may be, and that a policy's own loss settings reach its trainer."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -118,6 +119,47 @@ def test_a_bad_row_is_named_by_its_line(job, bad, says, base, tmp_path, monkeypa
     file = write(tmp_path / "rows.jsonl", [GOOD[job]] * 12 + [bad], blank_at=(3, 5))  # two empty lines before it: line 15
     with pytest.raises(UserError, match=rf"rows\.jsonl:15\b.*{says}"):
         JOBS[job][0].run(config_of(job, {"data": {"path": file}}), tmp_path / "work")
+
+
+LONG = {"sft": {"prompt": "a", "completion": " b" * 600}, "dpo": {"prompt": "a", "chosen": " b" * 600, "rejected": " c"}}
+NO_ROOM = {"sft": {"prompt": "a " * 600, "completion": " b"}, "dpo": {"prompt": "a " * 600, "chosen": " b", "rejected": " c"}}
+
+
+def data_of(job, base, **data):
+    config = config_of(job, {"data": data})
+    kind = JOBS[job][1]
+    return supervised.data_of(config, base, kind, {"a": supervised.rows_of(config.policies.a.data, kind)})["a"].train
+
+
+@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("limit", [0, 40])
+def test_long_rows_are_cut_or_left_out_where_the_data_says_so(job, limit, base, tmp_path, capsys):
+    file = write(tmp_path / "rows.jsonl", [GOOD[job]] * 2 + [LONG[job], NO_ROOM[job], GOOD[job]])
+    options = {"path": file, "held_out": 1} | ({"max_tokens": limit} if limit else {})
+    whole = data_of(job, base, **options, too_long="drop")
+    assert "of 4 rows 0 were cut" in capsys.readouterr().err
+    assert len(whole) == 2
+    cut = data_of(job, base, **options, too_long="cut")
+    assert f"of 4 rows 1 were cut to {limit or base.cfg.context} tokens and 1 left out" in capsys.readouterr().err
+    assert [dataclasses.asdict(group) for group in (cut[0], cut[2])] == [dataclasses.asdict(group) for group in whole]
+    long = cut[1]
+    assert len(long.prefix) + len(long.sequences[0].tokens) == (limit or base.cfg.context)
+    full = JOBS[job][1].to_group(base, LONG[job], "row", True)
+    assert long.prefix == full.prefix
+    for short, one in zip(long.sequences, full.sequences, strict=True):
+        assert (short.tokens, short.weights) == (one.tokens[: len(short.tokens)], one.weights[: len(short.tokens)])
+
+
+def test_how_long_rows_may_be_is_checked_first(base, tmp_path):
+    file = write(tmp_path / "rows.jsonl", [GOOD["sft"]] * 4)
+    with pytest.raises(UserError, match="too_long is 'trim'; choose one of: refuse, cut, drop"):
+        data_of("sft", base, path=file, too_long="trim")
+    with pytest.raises(UserError, match=r"data.max_tokens is 513, but the base's context is 512"):
+        data_of("sft", base, path=file, max_tokens=513)
+    with pytest.raises(UserError, match=r"exceeds data.max_tokens, 1: shorten it, or set data.too_long"):
+        data_of("sft", base, path=file, max_tokens=1)
+    with pytest.raises(UserError, match=r"rows have more than 1 tokens: raise data.max_tokens"):
+        data_of("sft", base, path=file, max_tokens=1, too_long="cut")
 
 
 def test_columns_that_nobody_reads_are_named(tmp_path, capsys):

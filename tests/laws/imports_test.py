@@ -14,7 +14,21 @@ LEVELS = [
     {"train", "rollout", "catalog", "residency", "envs"},
     {"models"},
     {"lora"},
-    {"params", "sharding", "mesh", "checkpoint", "multihost", "metrics", "compiling", "data", "host", "digest", "nested"},
+    {
+        "params",
+        "sharding",
+        "mesh",
+        "checkpoint",
+        "multihost",
+        "metrics",
+        "trackers",
+        "compiling",
+        "data",
+        "host",
+        "digest",
+        "nested",
+        "safetensors_header",
+    },
     {"errors", "files"},  # all may raise a UserError, and write a file
 ]
 ONLY_IN = {  # optional packages, and what only one place may know

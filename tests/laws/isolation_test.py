@@ -98,7 +98,7 @@ class Company:
     """Policies a, b and c in training, with random adapters, and what b, c and the base get beside an a that does as it is told."""
 
     def __init__(self, base, rng, ranks=RANKS):
-        vocab, targets = base.cfg.vocab_size, TARGETS if base.cfg.experts is None else (*TARGETS, "router")
+        vocab, targets = base.cfg.vocab_size, TARGETS if "moe" not in base.cfg.stacks else (*TARGETS, "router")
         configs = {n: AdapterConfig(r, targets=targets) for n, r in ranks.items()}
         others = {"optimizer": OptimizerConfig(learning_rate=3e-3), "loss": LossConfig("reinforce")}
         usual = {"optimizer": USUAL, "loss": LossConfig("importance_sampling")}

@@ -83,5 +83,5 @@ def test_a_policy_costs_four_times_its_factors_and_a_few_numbers():
     config = AdapterConfig(4, targets=("q", "k"))
     factors = tree.adapter_nbytes(SPECS, config)
     for slots in (1, 6):
-        got = state_lib.bytes_per_policy(state_lib.empty(SPECS, [config], {4: slots}), 4)
+        got = params_lib.nbytes(state_lib.empty(SPECS, [config], {4: slots})) / slots
         assert 4 * factors < got < 4 * factors + 200

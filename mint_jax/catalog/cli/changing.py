@@ -1,9 +1,9 @@
-"""Commands that change the catalog (promote, rollback, branch, retire, restore, pin, unpin, keep-last, gc, recover), and export."""
+"""Commands that change the catalog (promote, tag, rename, retire, delete, gc and the like), and export."""
 
 import argparse
 from pathlib import Path
 
-from mint_jax.catalog.cli.looking import policy_data
+from mint_jax.catalog.cli.looking import policy_data, tags_text
 from mint_jax.catalog.cli.output import Progress, Result, Stages, facts, size, table
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import unpack
@@ -75,6 +75,29 @@ def pin(args: argparse.Namespace, catalog: Catalog) -> Result:
 def unpin(args: argparse.Namespace, catalog: Catalog) -> Result:
     """Undoes ``pin``."""
     return _set(args, catalog.unpin, "unpinned", True)
+
+
+def tag(args: argparse.Namespace, catalog: Catalog) -> Result:
+    """Sets and removes tags."""
+    changes: dict[str, str | None] = dict(args.tags)
+    if both := changes.keys() & set(args.remove):
+        raise UserError(f"tag {sorted(both)[0]!r} is to be set and removed: choose one")
+    if not (changes or args.remove):
+        raise UserError(f"which tags shall {args.name} have? give KEY=VALUE, or --remove KEY")
+    now = catalog.tag(args.name, changes | dict.fromkeys(args.remove), by=args.by, why=args.why)
+    return Result({"name": args.name, "tags": now}, [f"{args.name} has {tags_text(now) or 'no tags'}"])
+
+
+def rename(args: argparse.Namespace, catalog: Catalog) -> Result:
+    """Gives a policy another name."""
+    made = catalog.rename(args.policy, args.name, by=args.by, why=args.why)
+    return Result({"policy": policy_data(made)}, [f"{args.policy} is now {made.policy}"])
+
+
+def delete(args: argparse.Namespace, catalog: Catalog) -> Result:
+    """Removes a retired policy."""
+    catalog.delete(args.policy, by=args.by, why=args.why)
+    return Result({"policy": args.policy, "is": "deleted"}, [f"{args.policy} is deleted; gc frees the bytes that nothing else names"])
 
 
 def keep_last(args: argparse.Namespace, catalog: Catalog) -> Result:

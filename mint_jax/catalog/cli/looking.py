@@ -1,9 +1,9 @@
-"""Commands that change nothing: ls, show, history, audit, evaluations, verify, stats."""
+"""Commands that change nothing: ls, show, history, audit, evaluations, rollouts, verify, stats."""
 
 import argparse
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mint_jax.catalog.cli.output import Progress, Result, facts, size, table, when
@@ -21,14 +21,14 @@ from mint_jax.errors import UserError
 def ls(args: argparse.Namespace, catalog: Catalog) -> Result:
     """A page of policies, or of one policy's revisions."""
     if args.policy is not None:
-        if args.tenant or args.state or args.match:
-            raise UserError("ls of one policy lists all its revisions: leave --tenant, --state and --match out")
+        if args.tenant or args.state or args.match or args.tag:
+            raise UserError("ls of one policy lists all its revisions: leave --tenant, --state, --tag and --match out")
         found = catalog.revisions(args.policy, _number(args.after), args.limit)
         last = str(found[-1].number) if len(found) == args.limit else None
         return _page({"revisions": found}, [_revision_table("", found)], last)
-    page = catalog.policies(args.tenant, args.after, args.limit, args.state, args.match or "")
-    aliases = catalog.aliases_of(page)
-    columns = ("policy", "state", "#revisions", "aliases", "#rank", "targets", "base", "parent", "session", "changed")
+    page = catalog.policies(args.tenant, args.after, args.limit, args.state, args.match or "", dict(args.tag))
+    aliases, tags = catalog.aliases_of(page), catalog.tags_of(page)
+    columns = ("policy", "state", "#revisions", "aliases", "#rank", "targets", "base", "parent", "session", "tags", "changed")
     rows = []
     for one in page:
         config = Schema.from_json(one.schema).config
@@ -44,11 +44,13 @@ def ls(args: argparse.Namespace, catalog: Catalog) -> Result:
                 one.base[:12],
                 one.parent,
                 one.session_owner,
+                tags_text(tags[one.policy]),
                 when(one.touched_at),
             )
         )
     last = page[-1].policy if len(page) == args.limit else None
-    return _page({"policies": [policy_data(one) | {"aliases": aliases[one.policy]} for one in page]}, [table("", columns, rows)], last)
+    data = [policy_data(one) | {"aliases": aliases[one.policy], "tags": tags[one.policy]} for one in page]
+    return _page({"policies": data}, [table("", columns, rows)], last)
 
 
 def _page(data: dict[str, Any], parts: list[Any], last: str | None) -> Result:
@@ -64,6 +66,11 @@ def _number(after: str | None) -> int:
     return int(after)
 
 
+def tags_text(tags: Mapping[str, str]) -> str:
+    """``key=value`` of each."""
+    return ", ".join(f"{key}={value}" for key, value in tags.items())
+
+
 def policy_data(record: PolicyRecord) -> dict[str, Any]:
     """A policy for JSON: with its full name, and its schema as an object."""
     fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
@@ -77,7 +84,8 @@ def show(args: argparse.Namespace, catalog: Catalog) -> Result:
     record = catalog.policy(args.name)
     revisions = catalog.revisions(args.name, max(0, record.revisions - args.limit), args.limit)
     aliases, evaluations = catalog.aliases(args.name), catalog.evaluations(args.name, args.limit)
-    data = {"policy": policy_data(record), "aliases": aliases, "revisions": revisions, "evaluations": evaluations}
+    tags = catalog.tags(args.name)
+    data = {"policy": policy_data(record), "tags": tags, "aliases": aliases, "revisions": revisions, "evaluations": evaluations}
     config = Schema.from_json(record.schema)
     session = None
     if record.session_owner is not None:
@@ -94,6 +102,7 @@ def show(args: argparse.Namespace, catalog: Catalog) -> Result:
                 ("targets", ", ".join(config.config.targets)),
                 ("dtype", config.dtype),
                 ("parent", record.parent),
+                ("tags", tags_text(tags) or None),
                 ("keep last", "all" if record.keep_last is None else record.keep_last),
                 ("revisions made", record.revisions),
                 ("session", session),
@@ -120,7 +129,8 @@ def _show_revision(catalog: Catalog, revision: Revision, limit: int) -> Result:
     aliases = [alias for alias in catalog.aliases(revision.policy) if alias.number == revision.number]
     evaluations = catalog.evaluations_of(revision.digest, limit)
     record = catalog.policy(revision.policy)
-    data = {"revision": revision, "policy": policy_data(record), "aliases": aliases, "evaluations": evaluations}
+    tags = catalog.tags(f"{revision.policy}@{revision.number}")
+    data = {"revision": revision, "policy": policy_data(record), "tags": tags, "aliases": aliases, "evaluations": evaluations}
     parts: list = [
         facts(
             f"{revision.policy}@{revision.number}",
@@ -134,6 +144,7 @@ def _show_revision(catalog: Catalog, revision: Revision, limit: int) -> Result:
                 ("state", revision.state),
                 ("pinned", revision.pinned),
                 ("aliases", ", ".join(alias.name for alias in aliases) or None),
+                ("tags", tags_text(tags) or None),
                 ("created", when(revision.created_at)),
             ],
         )

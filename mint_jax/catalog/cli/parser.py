@@ -110,7 +110,8 @@ def _add_looking(command: Callable[..., argparse.ArgumentParser]) -> None:
     ls = command("ls", "looking:ls", "list policies, or the revisions of one")
     ls.add_argument("policy", nargs="?")
     ls.add_argument("--tenant", help="only this tenant's policies")
-    ls.add_argument("--state", choices=("active", "retired"))
+    ls.add_argument("--state", choices=("active", "retired", "deleted"))
+    ls.add_argument("--tag", action="append", default=[], type=_tag, metavar="KEY=VALUE", help="only policies with this tag (several: all)")
     ls.add_argument("--match", metavar="TEXT", help="only policies whose name has TEXT in it")
     _paging(ls, "the last policy, or the last revision's number, of the page before")
 
@@ -167,6 +168,18 @@ def _add_changing(command: Callable[..., argparse.ArgumentParser]) -> None:
         made = command(name, f"changing:{name}", help)
         made.add_argument("name", help="policy@revision")
         _reason(made)
+    tag = command("tag", "changing:tag", "label a policy or a revision, to find it by")
+    tag.add_argument("name", help="policy, or policy@revision")
+    tag.add_argument("tags", nargs="*", type=_tag, metavar="KEY=VALUE")
+    tag.add_argument("--remove", action="append", default=[], metavar="KEY", help="take this tag away; may be repeated")
+    _reason(tag)
+    rename = command("rename", "changing:rename", "give a policy another name; the old one no longer resolves")
+    rename.add_argument("policy")
+    rename.add_argument("name")
+    _reason(rename)
+    delete = command("delete", "changing:delete", "remove a retired policy with its revisions; gc then frees their bytes")
+    delete.add_argument("policy")
+    _reason(delete)
     keep = command("keep-last", "changing:keep_last", "how many of its newest revisions gc keeps of a policy")
     keep.add_argument("policy")
     keep.add_argument("count", type=_count_or_all, metavar="N", help="a number, or all")
@@ -235,6 +248,13 @@ def _place(text: str) -> str:
     """``~`` means the home folder; shells leave it as it is behind a ``=``."""
     found = re.match(r"(sqlite:///|file://)?(~.*)", text, re.DOTALL)
     return text if found is None else (found[1] or "") + os.path.expanduser(found[2])
+
+
+def _tag(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not (key and equals and value):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not KEY=VALUE")
+    return key, value
 
 
 def _count_or_all(text: str) -> int | None:

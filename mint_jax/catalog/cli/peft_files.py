@@ -9,7 +9,6 @@ import ml_dtypes
 import numpy as np
 
 from mint_jax import nested
-from mint_jax.catalog import header
 from mint_jax.catalog.cli.sources import CONFIG, WEIGHTS, Source, pickle_refusal
 from mint_jax.catalog.packed import Schema, pack, unpack
 from mint_jax.errors import UserError
@@ -17,6 +16,7 @@ from mint_jax.lora import peft, tree
 from mint_jax.lora.config import MAX_RANK
 from mint_jax.lora.patterns import DEFAULT_ALPHA, DEFAULT_RANK
 from mint_jax.models.outline import Outline
+from mint_jax.safetensors_header import header_size, parse_json, parse_object
 
 MAX_CONFIG = 4 << 20
 MAX_HEADER = 64 << 20  # Kimi-K2 has 138,000 factors of experts, 24 MB of header
@@ -82,7 +82,7 @@ def _checked(data: bytes, source: Source, base: Outline | None, force: bool) -> 
 
 def _check_directory(source: Source, base: Outline, max_bytes: int) -> set[str]:
     """Config and header of a PEFT directory, before ``peft`` reads it; dtypes of its factors, as safetensors calls them."""
-    config = header.parse_json(source.file(CONFIG, MAX_CONFIG).read_bytes(), CONFIG)
+    config = parse_json(source.file(CONFIG, MAX_CONFIG).read_bytes(), CONFIG)
     if not isinstance(config, dict):
         raise UserError(f"{CONFIG} is not a JSON object")
     rank = _check_config(config)
@@ -98,19 +98,10 @@ def _check_directory(source: Source, base: Outline, max_bytes: int) -> set[str]:
 
 
 def _read_header(path: Path) -> dict[str, Any]:
-    size = path.stat().st_size
+    what = f"{WEIGHTS}: its header"
     with open(path, "rb") as file:
-        head = file.read(8)
-        if (what := header.other_format(head)) is not None:
-            raise UserError(f"{WEIGHTS} is {what}")
-        count = int.from_bytes(head, "little")
-        if len(head) < 8 or count > min(size - 8, MAX_HEADER):
-            raise UserError(
-                f"{WEIGHTS} is no safetensors file: its header claims {count} bytes, the file has {size} and {MAX_HEADER} are allowed"
-            )
-        fields = header.parse_json(file.read(count), f"the header of {WEIGHTS}")
-    if not isinstance(fields, dict):
-        raise UserError(f"the header of {WEIGHTS} is not a JSON object")
+        count = header_size(file.read(8), path.stat().st_size, MAX_HEADER, what)
+        fields = parse_object(file.read(count), what)
     fields.pop("__metadata__", None)
     return fields
 

@@ -32,6 +32,7 @@ from mint_jax.catalog.records.tables import policies as policy_table
 from mint_jax.catalog.storage.payloads import Place
 from mint_jax.errors import UserError
 from mint_jax.lora.finite import all_finite
+from mint_jax.safetensors_header import header_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +167,7 @@ def prepare(tenant: str, name: str, export: Export) -> Prepared:
 
 def is_finite(data: np.ndarray, schema: str) -> bool:
     """Looks at all weights of a packed object at once: they lie back to back behind its header."""
-    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    start = 8 + header_size(data[:8].tobytes(), data.size, header.MAX_HEADER, "its header")
     return all_finite(data[start:].view(header.DTYPES[header.TAGS[read_schema(schema).dtype]]))
 
 

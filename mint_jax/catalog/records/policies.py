@@ -5,7 +5,7 @@ import getpass
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
@@ -16,11 +16,12 @@ from mint_jax.catalog.records import audit, names
 from mint_jax.catalog.records.audit import Author
 from mint_jax.catalog.records.database import Database, chunks, insert_new
 from mint_jax.catalog.records.names import full_name
-from mint_jax.catalog.records.tables import policies, revisions, schemas
+from mint_jax.catalog.records.tables import policies, revisions, schemas, tags
 from mint_jax.catalog.storage.payloads import PayloadStore
 from mint_jax.errors import UserError
 
 T = TypeVar("T")
+DELETED = "deleted"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,7 @@ class PolicyRecord:
         base: fingerprint of the base.
         schema: JSON text of the schema its revisions have.
         parent: the revision it branched from, ``policy@number``.
-        state: ``active`` or ``retired``.
+        state: ``active``, ``retired`` or ``deleted``.
         keep_last: how many of the newest revisions retention keeps; None keeps all.
         revisions: revisions made so far, also those that retention removed: the last one's number.
         session_owner: who trains it now.
@@ -115,23 +116,63 @@ class Policies:
         return self.database.read(lambda c: record(c, *key))
 
     def policies(
-        self, tenant: str | None = None, after: str | None = None, limit: int = 100, state: str | None = None, match: str = ""
+        self,
+        tenant: str | None = None,
+        after: str | None = None,
+        limit: int = 100,
+        state: str | None = None,
+        match: str = "",
+        tagged: Mapping[str, str] | None = None,
     ) -> list[PolicyRecord]:
         """A page of policies in the order of tenant and name; the next page begins ``after`` the last one's ``policy``.
 
         Args:
+            state: only policies of this state; None: all but deleted ones.
             match: only policies whose name has this in it.
+            tagged: only policies that have all these tags.
         """
         query = sa.select(policies, schemas.c.json).join(schemas).order_by(policies.c.tenant, policies.c.name).limit(limit)
         if tenant is not None:
             query = query.where(policies.c.tenant == tenant)
-        if state is not None:
-            query = query.where(policies.c.state == state)
+        query = query.where(policies.c.state != DELETED if state is None else policies.c.state == state)
         if match:
             query = query.where(policies.c.name.contains(match, autoescape=True))
+        for key, value in (tagged or {}).items():
+            mine = (tags.c.policy_id == policies.c.id, tags.c.number == 0, tags.c.key == key, tags.c.value == value)
+            query = query.where(sa.exists().where(*mine))
         if after is not None:
             query = query.where(sa.tuple_(policies.c.tenant, policies.c.name) > sa.tuple_(*names.parse_policy(after)))
         return self.database.read(lambda c: _records(c, list(c.execute(query))))
+
+    def rename(self, policy: str, name: str, *, by: str | None = None, why: str = "") -> PolicyRecord:
+        """Gives a policy another name of the same tenant; the old one no longer resolves, and is free.
+
+        Raises:
+            UserError: the name is taken, or the policy is being trained: the job would not find it again.
+        """
+        tenant, key = names.parse_policy(policy)
+        if "/" not in name:
+            name = full_name(tenant, name)
+        other, fresh = names.parse_policy(name)
+        if other != tenant:
+            raise UserError(f"policy {policy!r} is of tenant {tenant!r} and {name!r} of {other!r}: branch from it there instead")
+
+        def body(connection: sa.Connection, author: Author, row: sa.Row) -> PolicyRecord:
+            refuse_trained(row)
+            if fresh != key:
+                taken = f"policy {full_name(tenant, fresh)!r} exists already: choose another name"
+                if connection.execute(_by_name(tenant, fresh)).first() is not None:
+                    raise UserError(taken)
+                try:
+                    with connection.begin_nested():
+                        touch(connection, author, row, name=fresh)
+                except exc.IntegrityError:  # made by another process in this moment
+                    raise UserError(taken) from None
+                details = {"before": full_name(tenant, key), "after": full_name(tenant, fresh)}
+                audit.append(connection, audit.row(author, "rename", row, details))
+            return record(connection, tenant, fresh)
+
+        return self._change(policy, body, by, why)
 
 
 def schema_ids(connection: sa.Connection, texts: set[str]) -> dict[str, int]:
@@ -219,6 +260,13 @@ def lock(connection: sa.Connection, tenant: str, name: str, active: bool = False
     if active and found.state != "active":
         raise UserError(f"policy {full_name(tenant, name)!r} is retired: restore it first")
     return found
+
+
+def refuse_trained(policy: Any) -> None:
+    """Raises where a session is open on a locked policy."""
+    if policy.session_owner is not None:
+        mine = full_name(policy.tenant, policy.name)
+        raise UserError(f"policy {mine!r} is being trained by {policy.session_owner!r}: end that job, or close its session, first")
 
 
 def touch(connection: sa.Connection, author: Author, policy: Any, **changes: Any) -> None:

@@ -13,8 +13,9 @@ import sqlalchemy as sa
 from mint_jax.catalog.records import audit, names
 from mint_jax.catalog.records.audit import Author
 from mint_jax.catalog.records.names import full_name
-from mint_jax.catalog.records.policies import Policies, check_keep_last, find, touch
-from mint_jax.catalog.records.tables import aliases, leases, policies, revisions
+from mint_jax.catalog.records.policies import DELETED, Policies, check_keep_last, find, refuse_trained, touch
+from mint_jax.catalog.records.tables import aliases, checkpoints, leases, policies, revisions, rollouts, tags
+from mint_jax.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,48 @@ class Retention(Policies):
             return _kept_beyond(connection, author, find(connection, *key))
 
         return self._change(policy, body, by, why)
+
+    def delete(self, policy: str, *, by: str | None = None, why: str = "") -> None:
+        """Removes a retired policy: its revisions, aliases, tags, and the records of its checkpoints and rollouts.
+
+        ``gc`` then frees the bytes that nothing else names. The name is free again; the audit log keeps what there was, and
+        evaluations stay with their digests.
+
+        Raises:
+            UserError: it is not retired, is being trained, or one of its revisions is leased or another policy's parent.
+        """
+
+        def body(connection: sa.Connection, author: Author, row: sa.Row) -> None:
+            mine = full_name(row.tenant, row.name)
+            if row.state != "retired":
+                raise UserError(f"policy {mine!r} is {row.state}: retire it first, and delete it once nothing has missed it")
+            refuse_trained(row)
+            held = _holders(connection, author, row)
+            for number, because in sorted(held.items()):
+                raise UserError(f"revision {mine}@{number} is {because[0]}: policy {mine!r} cannot be deleted yet")
+            its = sa.select(revisions.c.number, revisions.c.digest).where(revisions.c.policy_id == row.id).order_by(revisions.c.number)
+            found = connection.execute(its).all()
+            touch(connection, author, row, state=DELETED, name=f"{row.name}@{DELETED}-{row.id}", parent_revision=None)
+            for table in (aliases, tags, checkpoints, rollouts, revisions):
+                connection.execute(table.delete().where(table.c.policy_id == row.id))
+            gone = {"revisions": [one.number for one in found], "digests": [one.digest.hex() for one in found]}
+            audit.append(connection, audit.row(author, "delete", row, {"policy": mine, **gone}))
+
+        self._change(policy, body, by, why)
+
+
+def _holders(connection: sa.Connection, author: Author, policy: sa.Row) -> dict[int, list[str]]:
+    """Revisions of a policy, by number, that leases keep or other policies began from, and by what."""
+    found: dict[int, list[str]] = {}
+    leased = sa.select(revisions.c.number, leases.c.owner).join_from(revisions, leases, leases.c.digest == revisions.c.digest)
+    leased = leased.where(revisions.c.policy_id == policy.id, leases.c.expires_at > author.now)
+    for number, owner in connection.execute(leased).tuples():
+        found.setdefault(number, []).append(f"leased by {owner!r}")
+    children = sa.select(revisions.c.number, policies.c.tenant, policies.c.name)
+    children = children.join_from(policies, revisions, policies.c.parent_revision == revisions.c.id)
+    for number, tenant, name in connection.execute(children.where(revisions.c.policy_id == policy.id)).tuples():
+        found.setdefault(number, []).append(f"the parent of {full_name(tenant, name)!r}")
+    return found
 
 
 def _kept_beyond(connection: sa.Connection, author: Author, policy: sa.Row) -> list[Kept]:
@@ -115,6 +158,7 @@ def remove(connection: sa.Connection, author: Author, policy_ids: Sequence[int])
     """Removes what may go of these policies."""
     gone = []
     for owner, some in list(expendable(connection, author, policy_ids)):
+        connection.execute(tags.delete().where(tags.c.policy_id == owner.id, tags.c.number.in_([one.number for one in some])))
         connection.execute(revisions.delete().where(revisions.c.id.in_([one.id for one in some])))
         details = {"revisions": [one.number for one in some], "digests": [one.digest.hex() for one in some]}
         audit.append(connection, audit.row(author, "remove revisions", owner, details))

@@ -9,7 +9,7 @@ it, so the log still reads after retention has removed a row.
 
 import sqlalchemy as sa
 
-HEAD = "0004"  # the newest migration: databases behind it are upgraded when opened, ones ahead are refused
+HEAD = "0005"  # the newest migration: databases behind it are upgraded when opened, ones ahead are refused
 VERSION_TABLE = "catalog_version"
 
 metadata = sa.MetaData()
@@ -59,7 +59,7 @@ policies = sa.Table(
     sa.Column("base", sa.String, nullable=False),
     sa.Column("schema_id", _Id, sa.ForeignKey("schemas.id"), nullable=False),
     sa.Column("parent_revision", _Id, sa.ForeignKey("revisions.id", name="policies_parent", use_alter=True), index=True),
-    sa.Column("state", sa.String, nullable=False),  # active | retired
+    sa.Column("state", sa.String, nullable=False),  # active | retired | deleted: its name is free, its audit entries stay
     sa.Column("keep_last", sa.Integer),  # null: keep all
     sa.Column("created_at", _Time, nullable=False),
     sa.Column("touched_at", _Time, nullable=False),  # of its last change; times of one policy never go back
@@ -119,6 +119,16 @@ aliases = sa.Table(
     sa.Column("revision_id", _Id, sa.ForeignKey("revisions.id"), nullable=False, index=True),
     sa.Column("version", sa.Integer, nullable=False),  # moves so far
     sa.Column("updated_at", _Time, nullable=False),
+)
+
+tags = sa.Table(
+    "tags",
+    metadata,
+    sa.Column("policy_id", _Id, sa.ForeignKey("policies.id"), primary_key=True, autoincrement=False),
+    sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),  # of a revision; 0: of the policy itself
+    sa.Column("key", _Name, primary_key=True),
+    sa.Column("value", _Name, nullable=False),
+    sa.Index("tags_key", "key", "value"),
 )
 
 audit = sa.Table(

@@ -11,7 +11,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from mint_jax.catalog.records.names import full_name
-from mint_jax.catalog.records.tables import aliases, audit, policies, revisions, schemas
+from mint_jax.catalog.records.tables import aliases, audit, policies, revisions, schemas, tags
 
 PAGE = 200  # policies at a time
 
@@ -32,10 +32,12 @@ def contradictions(connection: sa.Connection, after: int) -> tuple[list[Contradi
     held = _grouped(connection, sa.select(revisions).where(revisions.c.policy_id.in_(within)).order_by(revisions.c.number))
     query = sa.select(aliases, revisions.c.number, revisions.c.policy_id.label("owner")).outerjoin(revisions)
     named = _grouped(connection, query.where(aliases.c.policy_id.in_(within)).order_by(aliases.c.name))
+    tagged = _grouped(connection, sa.select(tags).where(tags.c.policy_id.in_(within)).order_by(tags.c.number, tags.c.key))
     found = []
     for policy in page:
         try:
-            found += list(_of_policy(policy, log.get(policy.id, []), held.get(policy.id, []), named.get(policy.id, [])))
+            rows = (of.get(policy.id, []) for of in (log, held, named, tagged))
+            found += list(_of_policy(policy, *rows))
         except (ValueError, KeyError, TypeError, AttributeError) as error:  # a value that no writer makes, such as a null number
             what = f"the rows of policy {policy.id} cannot be read against the audit log ({type(error).__name__}: {str(error)[:80]})"
             found.append(("policy", str(policy.name), what))
@@ -49,10 +51,10 @@ def _grouped(connection: sa.Connection, query: sa.Select) -> dict[int, list[sa.R
     return found
 
 
-def _of_policy(policy: sa.Row, log: list[sa.Row], held: list[sa.Row], named: list[sa.Row]) -> Iterator[Contradiction]:
+def _of_policy(policy: sa.Row, log: list[sa.Row], held: list[sa.Row], named: list[sa.Row], tagged: list[sa.Row]) -> Iterator[Contradiction]:
     name = full_name(policy.tenant, policy.name)
     try:
-        told, record, expected, moves = _replay(log)
+        told, record, expected, moves, labels = _replay(log)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         yield "policy", name, f"the audit log of policy {name} is damaged ({type(error).__name__}: {str(error)[:80]})"
         return
@@ -83,13 +85,23 @@ def _of_policy(policy: sa.Row, log: list[sa.Row], held: list[sa.Row], named: lis
             yield "alias", f"{name}@{alias}", f"alias {name}@{alias} names no revision of its policy"
         elif (row.number, row.version) != moves.get(alias):
             yield "alias", f"{name}@{alias}", f"alias {name}@{alias} is not where the audit log says"
+    there = {(row.number, row.key): row.value for row in tagged}
+    for number, key in sorted(labels.keys() | there.keys()):
+        has, wanted = there.get((number, key)), labels.get((number, key))
+        if has != wanted:
+            whose = f"{name}@{number}" if number else name
+            yield "revision" if number else "policy", whose, f"{whose} has tag {key}={has!r}, the audit log says {wanted!r}"
 
 
-def _replay(log: list[sa.Row]) -> tuple[str | None, dict[str, Any], dict[int, dict[str, Any]], dict[str, tuple[int, int]]]:
-    """The policy's name, its columns, its revisions by number, and its aliases' number and version."""
+Replayed = tuple[str | None, dict[str, Any], dict[int, dict[str, Any]], dict[str, tuple[int, int]], dict[tuple[int, str], str]]
+
+
+def _replay(log: list[sa.Row]) -> Replayed:
+    """The policy's name, its columns, its revisions by number, its aliases' number and version, and tags by number and key."""
     record: dict[str, Any] = {"state": "active", "last_number": 0, "session_number": 0}
     expected: dict[int, dict[str, Any]] = {}
     moves: dict[str, tuple[int, int]] = {}
+    labels: dict[tuple[int, str], str] = {}
     told: str | None = None
     for row in log:
         details = json.loads(row.details)
@@ -105,6 +117,17 @@ def _replay(log: list[sa.Row]) -> tuple[str | None, dict[str, Any], dict[int, di
         elif row.action == "remove revisions":
             for number in details["revisions"]:
                 del expected[number]
+                labels = {key: value for key, value in labels.items() if key[0] != number}
+        elif row.action == "rename":
+            told = details["after"]
+        elif row.action == "delete":
+            told = f"{details['policy']}@deleted-{row.policy_id}"
+            record["state"], expected, moves, labels = "deleted", {}, {}, {}
+        elif row.action == "tag":
+            for key, value in details["tags"].items():
+                labels.pop((row.before or 0, key), None)
+                if value is not None:
+                    labels[row.before or 0, key] = value
         elif row.action in ("retire revision", "restore revision"):
             expected[row.before]["state"] = "retired" if row.action == "retire revision" else "live"
         elif row.action in ("pin", "unpin"):
@@ -119,4 +142,4 @@ def _replay(log: list[sa.Row]) -> tuple[str | None, dict[str, Any], dict[int, di
             moves[row.alias] = (row.after, row.version)
             if expected[row.after]["digest"] != details["digest"]:
                 raise ValueError(f"entry {row.id} gives revision {row.after} another digest")
-    return told, record, expected, moves
+    return told, record, expected, moves, labels

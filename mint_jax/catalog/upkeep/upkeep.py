@@ -91,6 +91,7 @@ class Upkeep(Exports):
         """Counts and bytes of what the catalog holds: rows of every table, and what the tables show only by a query."""
         queries = {name: sa.select(sa.func.count()).select_from(table) for name, table in sorted(metadata.tables.items())}
         queries |= {
+            "policies": sa.select(sa.func.count()).select_from(policies).where(policies.c.state != "deleted"),
             "retired_policies": sa.select(sa.func.count()).where(policies.c.state == "retired"),
             "retired_revisions": sa.select(sa.func.count()).where(revisions.c.state == "retired"),
             "open_sessions": sa.select(sa.func.count()).where(policies.c.session_owner.is_not(None)),

@@ -1,0 +1,137 @@
+"""The rows of ``metrics.jsonl`` in Weights & Biases and MLflow, for people who look at their runs there.
+
+Where to and as whom, each takes from its own environment (``WANDB_MODE``, ``WANDB_API_KEY``, ``MLFLOW_TRACKING_URI``). A
+resumed run goes on in the tracker's run that it had: its id is kept in the workdir. What a tracker does not take stands in
+``metrics.jsonl`` all the same, so an outage is said once and does not end a training.
+"""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from mint_jax import multihost
+from mint_jax.errors import UserError
+from mint_jax.files import write_file
+
+
+class Tracker(Protocol):
+    """One run in one tracker; ``id`` finds it again."""
+
+    id: str
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None: ...
+    def close(self, finished: bool) -> None: ...
+
+
+class Trackers:
+    """The trackers that a config names.
+
+    Args:
+        workdir: keeps the ids of their runs.
+        named: what each is to write to: a W&B project, an MLflow experiment; empty: not used.
+        config: of the job, which they show beside the curves.
+
+    Raises:
+        UserError: a package is missing, or a run cannot be begun.
+    """
+
+    def __init__(self, workdir: str | Path, named: Mapping[str, str], config: Mapping[str, Any]):
+        self._file = Path(workdir) / "trackers.json"
+        self._trackers: dict[str, Tracker] = {}
+        self._silent: set[str] = set()
+        wanted = {kind: where for kind, where in named.items() if where}
+
+        def begin() -> None:
+            ids = json.loads(self._file.read_text()) if self._file.is_file() else {}
+            for kind, where in wanted.items():
+                self._trackers[kind] = _begin(kind, where, Path(workdir), ids.get(kind), config)
+            write_file(self._file, json.dumps(ids | {kind: one.id for kind, one in self._trackers.items()}))
+
+        if wanted:
+            multihost.agree("trackers", begin)
+
+    def write(self, step: int, name: str, values: Mapping[str, Any]) -> None:
+        """The numbers of one row, as ``name/metric``."""
+        numbers = {f"{name}/{key}": float(value) for key, value in values.items() if isinstance(value, int | float)}
+        for kind, one in self._trackers.items():
+            self._try(kind, lambda one=one: one.log(step, numbers))
+
+    def close(self, finished: bool = True) -> None:
+        """Sends what is left and ends the runs."""
+        trackers, self._trackers = self._trackers, {}
+        for kind, one in trackers.items():
+            self._try(kind, lambda one=one: one.close(finished))
+
+    def _try(self, kind: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # a server's, a network's or the package's own: none of them is a reason to stop training
+            if kind not in self._silent:
+                what = str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+                print(f"{kind} does not take metrics ({what}); they are in metrics.jsonl, and the run goes on", file=sys.stderr, flush=True)
+            self._silent.add(kind)
+        else:
+            if kind in self._silent:
+                print(f"{kind} takes metrics again", file=sys.stderr, flush=True)
+            self._silent.discard(kind)
+
+
+def _begin(kind: str, where: str, workdir: Path, id: str | None, config: Mapping[str, Any]) -> Tracker:
+    try:
+        return KINDS[kind](where, workdir, id, config)
+    except ImportError:
+        raise UserError(f"{kind}={where!r} needs a package that is not installed: pip install 'mint-jax[{kind}]'") from None
+    except Exception as error:
+        what = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+        raise UserError(f"{kind}={where!r} cannot begin a run ({what}): check its address and key, or leave {kind} empty") from None
+
+
+class _Wandb:
+    def __init__(self, project: str, workdir: Path, id: str | None, config: Mapping[str, Any]):
+        import wandb
+
+        self._run = wandb.init(
+            project=project, name=workdir.name, dir=str(workdir), id=id, resume="allow" if id else None, config=dict(config)
+        )
+        self.id = self._run.id
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log(dict(numbers), step=step)  # rows of one step come together; a step that was sent before is not taken again
+
+    def close(self, finished: bool) -> None:
+        self._run.finish(0 if finished else 1)
+
+
+class _Mlflow:
+    MOST = 1000  # metrics that the server takes at once
+
+    def __init__(self, experiment: str, workdir: Path, id: str | None, config: Mapping[str, Any]):
+        from mlflow import MlflowClient
+        from mlflow.entities import Metric
+
+        self._client, self._metric = MlflowClient(), Metric
+        if id is None:
+            found = self._client.get_experiment_by_name(experiment)
+            number = self._client.create_experiment(experiment) if found is None else found.experiment_id
+            run = self._client.create_run(number, run_name=workdir.name)
+            self._client.log_dict(run.info.run_id, dict(config), "config.json")
+        else:
+            run = self._client.get_run(id)
+            self._client.update_run(id, status="RUNNING")
+        self.id = run.info.run_id
+
+    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+        now = int(1000 * time.time())
+        metrics = [self._metric(key, value, now, step) for key, value in numbers.items() if math.isfinite(value)]
+        for start in range(0, len(metrics), self.MOST):
+            self._client.log_batch(self.id, metrics=metrics[start : start + self.MOST])
+
+    def close(self, finished: bool) -> None:
+        self._client.set_terminated(self.id, "FINISHED" if finished else "FAILED")
+
+
+KINDS: dict[str, Callable[[str, Path, str | None, Mapping[str, Any]], Tracker]] = {"wandb": _Wandb, "mlflow": _Mlflow}

@@ -1,0 +1,128 @@
+"""Metrics in Weights & Biases and MLflow: the packages themselves, without a server, and read back with their own readers."""
+
+import json
+
+import pytest
+
+from mint_jax import trackers
+from mint_jax.errors import UserError
+
+ROWS = [(0, "a", {"reward": 0.25, "note": "text"}), (0, "b", {"reward": float("nan"), "tokens": 3}), (1, "a", {"reward": 0.5})]
+
+
+@pytest.fixture
+def mlflow_store(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path / 'mlflow'}")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+
+
+def curves_of_mlflow(experiment: str) -> tuple[str, dict[str, list[tuple[int, float]]]]:
+    from mlflow import MlflowClient
+
+    client = MlflowClient()
+    [run] = client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
+    history = {key: client.get_metric_history(run.info.run_id, key) for key in run.data.metrics}
+    return run.info.status, {key: sorted((one.step, one.value) for one in found) for key, found in history.items()}
+
+
+def test_rows_reach_mlflow_and_a_resumed_run_goes_on_in_the_same_one(tmp_path, mlflow_store):
+    named, config = {"mlflow": "taste", "wandb": ""}, {"seed": 3}
+    first = trackers.Trackers(tmp_path, named, config)
+    for row in ROWS:
+        first.write(*row)
+    first.close(finished=False)
+    expected = {"a/reward": [(0, 0.25), (1, 0.5)], "b/tokens": [(0, 3.0)]}
+    assert curves_of_mlflow("taste") == ("FAILED", expected)
+    again = trackers.Trackers(tmp_path, named, config)
+    again.write(2, "a", {"reward": 0.75})
+    again.close()
+    assert curves_of_mlflow("taste") == ("FINISHED", expected | {"a/reward": [(0, 0.25), (1, 0.5), (2, 0.75)]})
+
+
+def test_rows_reach_wandb(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    made = trackers.Trackers(tmp_path, {"wandb": "taste"}, {"seed": 3})
+    for row in ROWS:
+        made.write(*row)
+    made.close()
+    [file] = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    assert json.loads((tmp_path / "trackers.json").read_text())["wandb"] in file.name
+    found = {(item["step"], key): value for item in history_of(file) for key, value in item["values"].items()}
+    assert found.pop((0, "b/reward")) != 0.0  # NaN, in the tool's own spelling
+    assert found == {(0, "a/reward"): 0.25, (0, "b/tokens"): 3, (1, "a/reward"): 0.5}
+
+
+def history_of(file) -> list[dict]:
+    """What an offline run has kept: the package's own messages, in a log of 32 KiB blocks as LevelDB writes it."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, message, found = file.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        length, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]  # 1: a whole message; 2, 3, 4: its parts
+        message += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            record, message = wandb_internal_pb2.Record.FromString(message), b""
+            if record.WhichOneof("record_type") == "history":
+                items = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+                found.append({"step": items["_step"], "values": {k: v for k, v in items.items() if not k.startswith("_")}})
+    return found
+
+
+def test_an_outage_is_said_once_and_ends_nothing(tmp_path, monkeypatch, capsys):
+    class Away:
+        id, down, taken = "7", True, []
+
+        def __init__(self, *_):
+            pass
+
+        def log(self, step, numbers):
+            if self.down:
+                raise ConnectionError("no route to host")
+            self.taken.append((step, numbers))
+
+        def close(self, finished):
+            raise ConnectionError("no route to host")
+
+    monkeypatch.setitem(trackers.KINDS, "wandb", Away)
+    made = trackers.Trackers(tmp_path, {"wandb": "p"}, {})
+    for row in ROWS:
+        made.write(*row)
+    told = capsys.readouterr().err
+    assert told == "wandb does not take metrics (no route to host); they are in metrics.jsonl, and the run goes on\n"
+    Away.down = False
+    made.write(2, "a", {"reward": 1.0})
+    assert capsys.readouterr().err == "wandb takes metrics again\n"
+    assert Away.taken == [(2, {"a/reward": 1.0})]
+    made.close()
+    assert "wandb does not take metrics" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ImportError("wandb"), r"wandb='p' needs a package that is not installed: pip install 'mint-jax\[wandb\]'"),
+        (RuntimeError("api_key not configured"), r"wandb='p' cannot begin a run \(api_key not configured\): check its address and key"),
+    ],
+)
+def test_a_tracker_that_cannot_begin_is_told_before_any_step(tmp_path, monkeypatch, error, told):
+    def begin(*_):
+        raise error
+
+    monkeypatch.setitem(trackers.KINDS, "wandb", begin)
+    with pytest.raises(UserError, match=told):
+        trackers.Trackers(tmp_path, {"wandb": "p"}, {})
+
+
+def test_none_is_asked_for_by_default(tmp_path):
+    made = trackers.Trackers(tmp_path, {"wandb": "", "mlflow": ""}, {})
+    made.write(*ROWS[0])
+    made.close()
+    assert list(tmp_path.iterdir()) == []
