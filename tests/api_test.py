@@ -1,5 +1,6 @@
 """``import mint_jax as mint``: the README's ten lines, and that its objects do what those of the jobs do."""
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -42,6 +43,16 @@ def test_the_lines_of_the_readme_run(tmp_path, monkeypatch, capsys):
     shown = capsys.readouterr().out.splitlines()
     assert len(shown) == 2
     assert shown[0].endswith(shown[1]), "the stored revision answers as the policy did"
+
+
+def test_the_lines_of_the_page_of_jobs_run(tmp_path, monkeypatch, capsys):
+    [code] = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "docs/jobs.md").read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    exec(code.replace("smollm2-135m-instruct", "tiny-random").replace("steps=4", "steps=1"), {})
+    policy, base = ast.literal_eval(capsys.readouterr().out.splitlines()[-1])
+    assert isinstance(policy, str)
+    assert isinstance(base, str)
+    assert (tmp_path / "runs/from-python/result.json").is_file()
 
 
 def test_training_sampling_and_saving_are_those_of_the_jobs(model, tmp_path):

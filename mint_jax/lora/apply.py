@@ -45,6 +45,7 @@ def lora_delta(x_MD: jax.Array, a_RD: jax.Array, b_RF: jax.Array) -> jax.Array:
     """``(x A^T) B`` of one adapter, ``[M, F]`` in the dtype of ``x``; both products accumulate in float32."""
     chex.assert_rank([x_MD, a_RD, b_RF], 2)
     chex.assert_equal_shape([a_RD, b_RF], dims=0)
+    # Always through the rank: r (D + F) numbers a row. B A as a matrix would be D F of them, and a model of its own per adapter.
     h_MR = jnp.einsum("MD,RD->MR", x_MD, a_RD, preferred_element_type=jnp.float32).astype(x_MD.dtype)
     return jnp.einsum("MR,RF->MF", h_MR, b_RF, preferred_element_type=jnp.float32).astype(x_MD.dtype)
 

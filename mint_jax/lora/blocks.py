@@ -42,6 +42,8 @@ def plan_blocks(adapters: Sequence[Slot | None], row_multiple: int = 1) -> Block
     members: dict[Slot | None, list[int]] = {}
     for row, slot in enumerate(adapters):
         members.setdefault(slot, []).append(row)
+    # Larger blocks are larger products: their size is the greatest that divides every adapter's number of rows. Rollouts of equal
+    # groups give blocks of a group; requests that each name another adapter give blocks of one row.
     size = int(np.gcd.reduce([len(rows) for rows in members.values()]))
     order: list[int | None] = []
     slots: dict[int, np.ndarray] = {}

@@ -24,9 +24,14 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mint_jax import sharding
 
-MAX_CAUSAL_BLOCKS = 8  # static query blocks of a row: each sees only the keys before its end
+# Static query blocks of a row: each sees only the keys before its end, so that half of the scores are never computed. Forward and
+# backward, 4 rows of 1,024 tokens, 9 heads of 64, two AVX-512 cores: 1 block 479 ms, 2 348, 4 268, 8 220, 16 204. Each block is code
+# of its own in every layer's program.
+MAX_CAUSAL_BLOCKS = 8
 MIN_BLOCK = 64
 SCORE_BYTES = 256 << 20  # bound on one device's scores of a block; larger ones are computed in slices
+# What a masked score is: so low that its weight underflows to 0, and finite, for a row of padding sees no key at all. With -inf
+# its largest score would be -inf too, and -inf - -inf is NaN, in that row's output and, backwards, in every weight.
 MASKED = -1e30
 
 
@@ -152,6 +157,8 @@ def partial_softmax(s: jax.Array, weigh: Callable[[jax.Array], jax.Array]) -> Pa
 def merge(parts: Sequence[Partial]) -> jax.Array:
     """Attention to the keys of all parts, ``[..., V]`` float32. A part whose keys are all masked has no weight."""
 
+    # Each part has divided by nothing yet: with the larger of both maxima as the common reference no weight overflows, and
+    # a part that lies far below, all masked ones among them, vanishes as it would have in one softmax over all keys.
     def both(x: Partial, y: Partial) -> Partial:
         top = jnp.maximum(x.top, y.top)
         a, b = jnp.exp(x.top - top), jnp.exp(y.top - top)
@@ -267,6 +274,8 @@ def _block_forward(q, k, v, own_q, parent_q, own_k, chosen, start, scale):
 
         o, lse = jax.lax.map(one, (split(q, n, 3), _split_queries(own_q, parent_q, chosen, start, n)))
         o, lse = unsplit(o, 3), unsplit(lse, 3)
+    # Kept for the backward pass are the output and one number a query. The weights, which JAX's own derivative of a softmax
+    # would keep, are t times S numbers a head, and are computed again from these.
     o, lse = checkpoint_name(o, "attended"), checkpoint_name(lse, "logsumexp")
     return o, (q, k, v, own_q, parent_q, own_k, chosen, o, lse)
 

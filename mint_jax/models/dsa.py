@@ -112,6 +112,8 @@ def select(
     """
     assert cfg.indexer is not None
     ix = cfg.indexer
+    # Which keys are the best has no derivative, and indexers are frozen here: without the stop the backward pass would keep, and go
+    # through, products that cannot contribute.
     h_BTD, q_latent_BTC, stack = jax.lax.stop_gradient((h_BTD, q_latent_BTC, layer.stack))
 
     def decide() -> tuple[Chosen, jax.Array]:
@@ -132,6 +134,8 @@ def select(
     with jax.named_scope("indexer"):
         if stack is None:
             return reuse()
+        # Which layers have an indexer is data of the scan. As a condition the layers without one pay nothing for it; were
+        # both sides computed and one selected, every layer would score all keys.
         chosen, k_BTH = decide() if layer.turn.full is None else jax.lax.cond(layer.turn.full, decide, reuse)
     return jax.tree.map(lambda bits: checkpoint_name(bits, "chosen"), chosen), k_BTH
 
@@ -187,6 +191,8 @@ def _best(parts: list[jax.Array], topk: int) -> tuple[jax.Array, ...]:
 
     A query with fewer keys than ``topk`` gets them all, and some that it may not see: attention has its own mask.
     """
+    # The parts of a cache are split over devices by position. The best of each part are few and may travel; the scores of all
+    # positions stay where they are, and each part is then cut at the one threshold.
     tops = [jax.lax.top_k(s, min(topk, s.shape[-1]))[0] for s in parts]
     last = jax.lax.top_k(jnp.concatenate(tops, axis=-1), topk)[0][..., -1:]
     return tuple(pack_keys(s >= last) for s in parts)

@@ -52,6 +52,9 @@ class Order(NamedTuple):
 def sort_rows(expert_M: jax.Array, block_M: jax.Array, E: int, blocks: int) -> Order:
     """Sorts rows; an expert outside ``0 .. E - 1`` is held elsewhere."""
     here = (expert_M >= 0) & (expert_M < E)
+    # By expert, then by block: the base's product meets all rows of an expert in one piece, whoever they belong to, and within it
+    # each adapter's rows are one piece too. Stable, so that a policy's rows keep their order among themselves, and its sums
+    # theirs, whatever other policies send to the same expert (law 3).
     key = jnp.where(here, expert_M * blocks + block_M, E * blocks).astype(jnp.int32)
     order = jnp.argsort(key, stable=True)
     rank = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype))

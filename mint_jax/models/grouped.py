@@ -21,7 +21,12 @@ import jax.numpy as jnp
 
 from mint_jax.models.grouped_batching import batched_outer, batched_product
 
-STEP, MAX_TILE = 8, 160  # rows of a tile on CPU: a multiple of the one, about the other at most
+# Rows of a tile on CPU: a multiple of STEP, about MAX_TILE at most. A tile costs a pass over its matrix, so many small ones read the
+# experts again and again; rows beyond a group's last are computed in vain. On two AVX-512 cores, float32, 2,048 rows and matrices of
+# 512 x 256: of 128 experts tiles of 24 rows (chosen here) take 17 ms, of 8 rows 27, of 160 rows 33, of 512 rows 70; of 16 experts
+# tiles of 152 rows (chosen) 5 ms, of 8 rows 14, of 512 rows 9. ``ragged_dot``, which XLA's CPU form runs as every row by
+# every matrix, takes 518 and 88 ms.
+STEP, MAX_TILE = 8, 160
 
 
 def grouped_matmul(
@@ -111,7 +116,9 @@ def _group_of_rows(M: int, sizes_G: jax.Array) -> jax.Array:
 
 
 def _ragged(x, w, sizes, index, transposed):
-    # Matrices that the groups share are the base's: finite, or no policy's results are. Those that an index gives are single policies'.
+    # Matrices that the groups share are the base's: finite, or no policy's results are. Those that an index gives are single
+    # policies', and a ragged product may multiply another group's NaN by 0 where it only means to leave it out. So it gets
+    # finite operands, and the rows whose own matrix was not finite get their NaN back afterwards.
     w, bad_G = (w, None) if index is None else _finite(w[index])
     w = w.astype(x.dtype)
     w = w.swapaxes(1, 2) if transposed else w
@@ -192,6 +199,8 @@ def over_tiles(body: Callable[[Tile, jax.Array, Any], Any], carry: Any, M: int, 
 
 def blank(shape: tuple[int, ...], dtype: Any, sizes: jax.Array, key: int) -> jax.Array:
     """Zeros for a loop to write into. Each needs a ``key`` of its own: equal constants are merged, and then copied for every loop."""
+    # What XLA cannot know to be zero it does not merge. With ``jnp.zeros`` the backward pass of two projections of 32 experts with
+    # adapters takes 13 % longer: each loop first copies the shared constant into the buffer that it may write.
     never = jnp.sum(sizes) < -key
     return jnp.broadcast_to(jnp.where(never, 1, 0).astype(dtype), shape)
 

@@ -90,6 +90,8 @@ def _frozen_forward(h_BMD, table_VD, targets_BM, sharp_BM):
         h_BCD, y_BC, sharp_BC = slice_
         z_BCV = jnp.einsum("BCD,VD->BCV", h_BCD, table_VD, preferred_element_type=jnp.float32)
         logp_BC, e_BCV, total_BC1 = _log_softmax_at(z_BCV, y_BC, sharp_BC)
+        # p W, the mean row of the table under the model's own distribution, while the slice's exponentials are there: the second
+        # of the two products of this pass, and what the backward pass would otherwise have to compute the logits again for.
         mean_BCD = jnp.einsum("BCV,VD->BCD", e_BCV.astype(table_VD.dtype), table_VD, preferred_element_type=jnp.float32) / total_BC1
         dh_BCD = table_VD[y_BC].astype(jnp.float32) - mean_BCD
         return logp_BC, (dh_BCD if sharp_BC is None else dh_BCD * sharp_BC[..., None]).astype(h_BCD.dtype)

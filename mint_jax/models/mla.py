@@ -102,6 +102,10 @@ def latent_attention(
     if indexer is not None:
         assert q_latent is not None
         chosen, kept["index"] = dsa.select(h_BTD, q_latent, indexer, past, ctx, cfg, chosen)
+    # Two forms of one product. Expanded, each head has keys and values of its own: fewer operations per pair of tokens (nope + rope +
+    # value numbers instead of 2 latent + rope), which is what counts where all tokens are new. Absorbed, the expansion moves
+    # from the keys to the query: a cache keeps latent + rope numbers of a token (576 in DeepSeek-V3) where expanded keys
+    # and values would be heads times (nope + rope + value), 40,960, and decoding reads the whole cache for one token.
     if past is None:
         out_BTNV = _expanded(q_BTNH, q_BTNJ, latent_BTC, rope_BTJ, p, lora, ctx, cfg, chosen)
     else:

@@ -22,7 +22,10 @@ from jax.custom_derivatives import SymbolicZero
 from mint_jax.models.grouped import at, blank, dot, grouped_matmul, outer, over_tiles, tiled_matmul
 from mint_jax.models.grouped_batching import Merged, each, joined
 
-FEW_TERMS = 16  # up to this rank a sum over it costs less than another pass over the wide result
+# Up to this rank ``h B`` is a sum over the rank, fused into one pass over the wide result; above it a second loop over tiles. On two
+# AVX-512 cores, 2,048 rows, 32 experts of 512 x 512, four adapters: base alone 9 to 11 ms; with rank 4 / 8 / 16 the sum takes
+# 10.3 / 12.3 / 11.6 ms and the loop 10.9 / 12.7 / 11.8; with rank 32 / 64 the sum 15.2 / 15.7 and the loop 12.5 / 12.4.
+FEW_TERMS = 16
 
 
 @struct.dataclass
@@ -99,7 +102,9 @@ def _products(x, bases, sizes, adapters):
 
 
 def _forward(x, bases, sizes, adapters):
-    trained = tuple((True,) if base["w"].perturbed else () for base in bases)  # as structure: a frozen base costs no product backwards
+    # Whether the base learns is known while tracing, and kept as the structure of the residuals: a frozen base, which is the rule, then
+    # has no product for its own gradient in the compiled program. As a value it would be a branch with both sides in it.
+    trained = tuple((True,) if base["w"].perturbed else () for base in bases)
     args = jax.tree.map(lambda arg: arg.value, (x, bases, sizes, adapters), is_leaf=lambda arg: hasattr(arg, "perturbed"))
     out, inner = _products(*args)
     inner = jax.tree.map(lambda h: checkpoint_name(h, "expert_inner"), inner)
@@ -198,6 +203,8 @@ def _with_terms(x, base, sizes, terms, transposed, onto=None, key=0):
 
 
 def _grouped(x: jax.Array, w: jax.Array, groups: Groups, transposed: bool) -> jax.Array:
+    # A ragged product wants the rows of its groups back to back from the first on. Rows of the bare base between them (a batch in
+    # which some rows have no adapter) are moved behind, by a stable sort that keeps the groups' order, and their zeros back.
     if groups.contiguous:
         return grouped_matmul(x, w, groups.sizes, groups.index, transposed)
     front = jnp.argsort(groups.factor < 0, stable=True)  # the rows of groups, still sorted, then the others
@@ -259,7 +266,9 @@ def _with_terms_tiles(x, base, sizes, terms, onto, transposed, key):
             *(y, y.shape[0], groups.sizes, groups.first),
         )
     if few := [one for one in terms if one.w.shape[1] <= FEW_TERMS]:
-        # Backwards in a loop of one turn: in place, once, where XLA would store each term for the several consumers.
+        # Backwards in a loop of one turn: in place, once. Outside a loop XLA fuses the sum into each of its consumers and computes, or
+        # stores, it for every one of them: 8 % of the backward pass of two projections. The turn's number comes from the
+        # data (``sizes``), or XLA would simplify the loop away.
         def add(zero, y):
             return functools.reduce(functools.partial(_add_terms, zero), few, y)
 

@@ -56,5 +56,7 @@ def matmul(x_BTD: jax.Array, leaf: dict[str, jax.Array]) -> jax.Array:
     w = leaf["w"]
     if "scale" not in leaf:
         return jnp.einsum("BTD,DF->BTF", x_BTD, w, preferred_element_type=jnp.float32)
+    # The scale is one number a column, so it may wait until after the product: F multiplications a row in place of D times F, and
+    # the matrix is read in 8 bits, converted as it is read.
     y = jnp.einsum("BTD,DF->BTF", x_BTD, w.astype(x_BTD.dtype), preferred_element_type=jnp.float32)
     return y * leaf["scale"][None, None]

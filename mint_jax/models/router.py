@@ -49,6 +49,8 @@ def route(h_BTD: jax.Array, p: Any, lora: BoundAdapters | None, experts: Experts
             weights are this router's own scores of them (R3, arXiv 2510.11370), so that gradients flow as if it had chosen.
     """
     with jax.named_scope("router"):
+        # In float32 whatever the base's dtype: experts are chosen by comparison, and rounding to 8 bits of mantissa makes ties of
+        # scores that differ, which sampler and trainer may then break differently.
         logits = project(h_BTD.astype(jnp.float32), p, lora, "router")
         scores = jax.nn.sigmoid(logits) if experts.scores == "sigmoid" else jax.nn.softmax(logits, axis=-1)
         ids = choose(jax.lax.stop_gradient(scores), p["router"].get("choice_bias"), experts)

@@ -24,7 +24,10 @@ from mint_jax.models.rope import rope_tables, rotate
 from mint_jax.params import ParamSpec
 from mint_jax.sharding import constrain
 
-REMAT = {  # what the backward pass keeps of each layer
+# What the backward pass keeps of each layer. SmolLM2-135M, 4 rows of 256 tokens, float32, two cores, forward and backward: "none"
+# 804 MiB of temporaries and 2.40 s, "names" 736 MiB and 2.36 s, "full" 140 MiB and 2.68 s, for it runs every layer twice. On
+# accelerators "names" is what keeps large products from being computed twice while norms and activations are.
+REMAT = {
     "none": None,
     "names": jax.checkpoint_policies.save_only_these_names(
         *("residual", "latent", "chosen", "query", "key", "value", "attended", "logsumexp"),
@@ -140,6 +143,7 @@ def hidden_states(
             return carry, (kv if keep_kv else {}) | ({"routes": route.ids, "missed": route.missed} if keep_routes and route else {})
 
         if REMAT[remat] is not None:
+            # Inside a scan XLA cannot merge the second computation with the first, so the barriers against that are left out.
             layer = jax.checkpoint(layer, policy=REMAT[remat], prevent_cse=False)
         past = None if cache is None else cache[kind]
         xs = scanned, _below(lora, kind), past, dsa.turns(cfg, kind), replay if kind == "moe" else None
@@ -179,7 +183,8 @@ def _attention(h_BTD, p, lora, past, ctx: Context, cfg: ModelConfig):
     if cfg.qk_norm:
         q, k = rms_norm(q, p["q_norm"], cfg.norm_eps), rms_norm(k, p["k_norm"], cfg.norm_eps)
     q, k = rotate(q, ctx.cos, ctx.sin), rotate(k, ctx.cos, ctx.sin)
-    kept = {"k": k.swapaxes(1, 2), "v": v.swapaxes(1, 2)}  # heads before positions, as decoding reads them
+    # Heads before positions: a decode step reads one head's keys of all positions, which then lie in one piece of memory.
+    kept = {"k": k.swapaxes(1, 2), "v": v.swapaxes(1, 2)}
     scale = cfg.head_dim**-0.5
     if past is None:
         assert ctx.segments is not None

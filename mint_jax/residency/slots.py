@@ -119,6 +119,8 @@ class DeviceSlots:
 
         The stack's arrays are donated: what held the old ones must read ``stacks`` again.
         """
+        # Donated, the write touches its piece alone. A stack that is not is copied whole for every piece: on two cores a write into
+        # 256 MB took 79 ms so, and 0.03 ms in place.
         bucket = staged.slot.bucket
         self.stacks[bucket] = staged.program(self.stacks[bucket], staged.arrays, staged.scale, staged.index, np.int32(staged.written))
         staged.written += 1
@@ -129,7 +131,7 @@ class DeviceSlots:
         numbers = [jax.ShapeDtypeStruct((), t, sharding=self._scalar) for t in (jnp.float32, jnp.int32, jnp.int32)]
         given = {path: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for path, x in arrays.items()}
         shapes, structure = jax.tree.flatten((self._abstract(bucket), given, *numbers))
-        with _COMPILING:
+        with _COMPILING:  # the cache below does not make a second thread wait that asks for the same: both would compile it
             return _compiled(structure, tuple(shapes), pieces)
 
     def _abstract(self, bucket: int) -> AdapterStack:
@@ -191,6 +193,8 @@ def write_piece(
             return jax.lax.dynamic_update_slice(bits, part, (at, slot, *[zero] * (factor.ndim - 4), jnp.int32(first_rank), zero))
 
         bits = _bits(factor)
+        # The slot may have held an adapter of a larger rank or of more projections: what the new one does not cover must be zero,
+        # or it would be added to its results.
         if rank < R:
             bits = update(bits, jnp.zeros((*one[:-2], R - rank, one[-1]), factor.dtype), rank)
         if leaf is not None:

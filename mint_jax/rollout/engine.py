@@ -20,7 +20,9 @@ from mint_jax.models.base import Base
 from mint_jax.rollout import generate as program
 from mint_jax.rollout.sample import SamplingParams
 
-CHECK_EVERY = 16  # tokens between two looks of the host: at stop strings, and at what else it has to do between steps
+# Tokens between two looks of the host: at stop strings, which only text shows, and at what else it has to do between steps. A look
+# waits for the device and reads back all tokens; between looks up to 15 tokens are drawn in vain behind a stop string, and cut off.
+CHECK_EVERY = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,6 +270,8 @@ class DenseEngine:
                 drawn = _Drawn(*multihost.to_host(tuple(getattr(state, field) for field in _Drawn._fields)))
                 done = drawn.done
                 if watching:
+                    # Every process would find the same here, but each in its own time, and one that left the loop alone would
+                    # be missed in the next step's collectives: one of them says.
                     done = np.array(multihost.agree("rows that are done", lambda drawn=drawn: self._done(drawn, rows).tolist()))
                     state = dataclasses.replace(state, done=done)
                 if done.all():
@@ -294,7 +298,9 @@ class DenseEngine:
         if not any(stop in text for stop in request.stop):
             return None, text
         low, high = 1, len(tokens)
-        while low < high:  # the shortest prefix whose text already holds a stop string
+        # The shortest prefix whose text holds a stop string, by halves: a token may complete several characters, or half of one, so
+        # that where a text is cut says nothing of which token did it; once there, a stop string stays in all longer prefixes.
+        while low < high:
             middle = (low + high) // 2
             if any(stop in self.decode(tokens[:middle]) for stop in request.stop):
                 high = middle
@@ -323,6 +329,8 @@ def _arrays(order: Sequence[Request | None], rollouts: int, length: int) -> tupl
     def column(dtype: type, values: Iterable[float]) -> Any:
         return np.array(list(values), dtype)
 
+    # The noise of a row follows from its request's seed and its number among the request's samples, not from its place in this
+    # batch: the same request draws the same tokens in any company.
     sampling = SamplingParams(
         temperature=column(np.float32, (r.temperature for r in rows)),
         top_k=column(np.int32, (r.top_k for r in rows)),

@@ -134,6 +134,7 @@ def prefill(
 def _draw(state: Decoding, logits_BV: jax.Array, sampling: SamplingParams, limits: Limits) -> Decoding:
     """Draws the next token of every row that is not done."""
     token, logprob, drawn = sample(logits_BV, sampling, state.step)
+    # Rows that are done go on being computed, since shapes are fixed, and nothing of theirs is kept.
     live = ~state.done
     hit = jnp.any(token[:, None] == limits.stop_ids, axis=-1) & live
     lengths = state.lengths + live
@@ -164,11 +165,14 @@ def decode(
     cfg: ModelConfig,
 ) -> Decoding:
     """Draws up to ``steps`` more tokens a row, stopping early when all rows are done."""
+    # ``state`` is donated: each step writes one position of the cache where it lies. Its loop runs on the device, so the host learns
+    # how far it is only every ``steps`` tokens, and waits once for all of them.
     B, C = state.tokens.shape
     until = jnp.minimum(state.step + steps, C)
     prompt_of_row = jnp.repeat(lengths_Q, B // lengths_Q.shape[0])
 
     def body(state: Decoding) -> Decoding:
+        # The token drawn last is the one that no cache has yet: this step reads it, keeps what it leaves, and draws the next.
         token = jax.lax.dynamic_slice(state.tokens, (0, state.step - 1), (B, 1))
         position = (prompt_of_row + state.step - 1)[:, None]
         cache = {kind: {name: (part, state.cache[kind][name]) for name, part in parts.items()} for kind, parts in prompt_cache.items()}

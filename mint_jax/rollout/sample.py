@@ -76,7 +76,7 @@ def _exponential(seed_B: jax.Array, position: jax.Array, vocab: int) -> jax.Arra
 
 
 def _argmax(x_BN: jax.Array) -> jax.Array:
-    """The first of the largest, int32; 0 in a row with a NaN. Two plain reductions: on a CPU XLA's own takes six times as long."""
+    """The first of the largest, int32; 0 in a row with a NaN. Two plain reductions: on a CPU XLA's own takes five times as long."""
     N = x_BN.shape[1]
     return jnp.min(jnp.where(x_BN < jnp.max(x_BN, axis=-1, keepdims=True), N, jnp.arange(N, dtype=jnp.int32)), axis=-1)
 
@@ -97,7 +97,8 @@ def _filter(z_BV: jax.Array, params: SamplingParams) -> jax.Array:
 def _keep_above(z_BV: jax.Array, mass_BV: jax.Array, goal_B: jax.Array) -> jax.Array:
     """Keeps the largest logits: the fewest (with ties) whose mass reaches ``goal``; the rest become -inf.
 
-    A binary search over the 32 bits of a monotone integer image of the logits finds the exact threshold without a sort.
+    A binary search over the 32 bits of a monotone integer image of the logits finds the exact threshold without a sort: 32 passes
+    over the row, and a sixteenth of a sort's time (32 rows of 49,152 logits on two cores: 22 ms against 356).
     """
     key = _ordered(z_BV)
 

@@ -129,7 +129,8 @@ def optim_step(state: State, slots: Slots) -> tuple[State, dict[str, jax.Array]]
     """
     new, rows = dict(state), []
     for b in sorted(slots):
-        # One policy after the other: AdamW is bound by memory, and this way it needs temporaries for one.
+        # One policy after the other: AdamW is bound by memory, and this way it needs temporaries for one. Eight policies of rank 16 over
+        # SmolLM2 are 596 MiB of state: the loop needs 135 MiB more, one ``vmap`` over all of them 452.
         policies = slots[b].shape[0]
         _, one = jax.eval_shape(_update_slot, state[b], slots[b][0])
         zeros = {name: jnp.zeros((policies,), x.dtype) for name, x in one.items()}
@@ -147,7 +148,8 @@ def _update_nth(slots: jax.Array, n: jax.Array, carry: tuple[Any, Any]) -> tuple
 def _update_slot(stack: state_lib.TrainStack, slot: jax.Array) -> tuple[state_lib.TrainStack, dict[str, jax.Array]]:
     """AdamW for one slot of a stack, in place."""
     mine = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, slot, state_lib.slot_axis(x), keepdims=False), stack)
-    # Behind a condition that always holds: fused with the writes below, the reads above would work on copies of the whole stack.
+    # Behind a condition that always holds. XLA would fuse the reads above with the writes below, see that they overlap, and copy
+    # the whole stack first: 521 MiB of temporaries for the same eight policies in place of 135. It does not fuse across a branch.
     mine, metrics = jax.lax.cond(slot >= 0, _update_one, lambda x: _zeros_like(_update_one, x), mine)
 
     def put(old: jax.Array, part: jax.Array) -> jax.Array:
