@@ -125,7 +125,8 @@ def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], make_grpo:
         per_policy = one["tokens"]["batched"] / config.steps / config.crossover_policies
         curve.append({"rollouts": size, "sampled_tokens_per_policy": round(per_policy, 1), "ratio": one["ratio"]["batched"]})
     report["crossover_policies"], report["crossover"] = config.crossover_policies, curve
-    _draw(curve, config.crossover_policies, workdir / "crossover.png")
+    if curve:
+        _draw(curve, config.crossover_policies, workdir / "crossover.png")
     return report
 
 
