@@ -44,7 +44,7 @@ class Measured:
         compile_s: wall seconds.
         text: the compiled program.
         refused: the compiler's own words where memory did not suffice.
-        told: whether it said how many bytes it lacks; else ``total`` counts as many temporaries as the memory has.
+        stated: whether it said how many bytes it lacks; else ``total`` counts as many temporaries as the memory has.
     """
 
     program: str
@@ -69,7 +69,7 @@ class Measured:
     compile_s: float = 0.0
     text: str = ""
     refused: str = ""
-    told: bool = True
+    stated: bool = True
 
     @property
     def free(self) -> float:
@@ -83,7 +83,7 @@ class Measured:
     def reason(self, margin: float) -> str:
         """Why it does not fit, as it was found."""
         needs = f"{self.total / GIB:.1f} of {self.hbm / GIB:.1f} GiB a device"
-        if self.refused and not self.told:
+        if self.refused and not self.stated:
             return f"{self.program} was refused by the compiler: {self.refused}"
         if self.refused or self.total > self.hbm:
             return f"{self.program} does not fit: it needs {needs}"
@@ -201,7 +201,7 @@ def measure(program: Program, mesh: Mesh, target: Target) -> Measured:
             total=arguments + temporaries,
             compile_s=time.monotonic() - began,
             refused=words,
-            told=asked is not None,
+            stated=asked is not None,
         )
     seconds, text = time.monotonic() - began, compiled.as_text()
     m, cost = compiled.memory_analysis(), hlo.Module(text, program.steps).cost()

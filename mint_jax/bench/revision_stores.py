@@ -124,8 +124,8 @@ class Zarr3:
                 ]
                 writes = [array.result().write(leaf) for array, leaf in opened]
                 texts = self._files if transaction is None else self._files.with_transaction(transaction)
-                told = [texts.write(f"{self._count + i}/schema", schema.to_json().encode()) for i, (_, schema) in enumerate(some)]
-                for future in told if self._ocdbt else [*writes, *told]:
+                recorded = [texts.write(f"{self._count + i}/schema", schema.to_json().encode()) for i, (_, schema) in enumerate(some)]
+                for future in recorded if self._ocdbt else [*writes, *recorded]:
                     future.result()
             self._count += len(some)
 
@@ -251,13 +251,13 @@ def _working(site: Site, adapters: Adapters) -> tuple[dict[str, Callable[[str], 
             store = make(site.url(f"try-{name}"))
             store.put([data])
             store.reopen()
-            found, told = store.get(0)
+            found, recorded = store.get(0)
         except Exception as error:
             if name == "packs":
                 raise
             refused[name] = f"{type(error).__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}"
             continue
-        assert told == schema, f"{name} gave back another schema"
+        assert recorded == schema, f"{name} gave back another schema"
         jax.tree.map(np.testing.assert_array_equal, found, wanted)
         kinds[name] = make
     return kinds, refused

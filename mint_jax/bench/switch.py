@@ -190,7 +190,7 @@ def measure(config: Any, folder: Path, database: str | None, what: str) -> dict[
     started = [threading.Event() for _ in range(config.threads)]
     with open_catalog(folder, database, actor="operator") as catalog:
         writer = _Writer(catalog, plan, policies, config.seed)
-        quiet = writer.run(config.moves // 2, f"{what}: moves, nobody reads")
+        quiet = writer.run(config.moves // 2, f"{what}: moves without readers")
         others = [
             threading.Thread(target=lambda i=i: found.append(_read(catalog, plan, policies, i, stop, started[i])))
             for i in range(config.threads)

@@ -52,8 +52,8 @@ def write(directory: str | Path, data: Buffer, about: Mapping[str, Any]) -> None
     if directory.exists():
         raise UserError(f"output {directory} exists: choose a new directory, or remove it")
     adapter, schema = unpack(data)
-    told = {"schema": json.loads(schema.to_json()), "digest": digest_of(data), **about}
-    items = ocp.args.Composite(**{ADAPTER: ocp.args.StandardSave(adapter), REVISION: ocp.args.JsonSave(told)})
+    about = {"schema": json.loads(schema.to_json()), "digest": digest_of(data), **about}
+    items = ocp.args.Composite(**{ADAPTER: ocp.args.StandardSave(adapter), REVISION: ocp.args.JsonSave(about)})
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
@@ -76,8 +76,8 @@ def read(directory: Path, max_bytes: int) -> bytes:
     for path in _files(directory):
         if not stat.S_ISREG(path.lstat().st_mode):
             raise UserError(f"{path.relative_to(directory)} is no regular file")
-    told = _revision(directory)
-    schema = Schema.from_json(json.dumps(told.get("schema")))
+    recorded = _revision(directory)
+    schema = Schema.from_json(json.dumps(recorded.get("schema")))
     try:
         handler, place = ocp.PyTreeCheckpointHandler(), cast(Any, directory / ADAPTER)  # declared with a class of its own for paths
         about = handler.metadata(place).tree
@@ -96,8 +96,9 @@ def read(directory: Path, max_bytes: int) -> bytes:
     except Exception as error:
         raise UserError(f"its factors cannot be read ({_first_line(error)}): the checkpoint is damaged") from None
     data = pack(_nested(adapter), schema)
-    if told.get("digest") not in (None, digest_of(data)):
-        raise UserError(f"its factors have digest {digest_of(data)[:12]}, it says {str(told['digest'])[:12]}: the checkpoint is damaged")
+    if recorded.get("digest") not in (None, digest_of(data)):
+        digests = digest_of(data)[:12], str(recorded["digest"])[:12]
+        raise UserError(f"its factors have digest {digests[0]}, it says {digests[1]}: the checkpoint is damaged")
     return data
 
 

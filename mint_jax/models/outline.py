@@ -62,7 +62,7 @@ def outline(name: str, fingerprint: str | None = None) -> Outline:
             raise UserError(f"base {name!r} has fingerprint {found[:12]}, not {fingerprint[:12]}: it is another base")
         return Outline(name, cfg, found)
     if fingerprint is None:
-        raise UserError(f"base {name!r} has no *.safetensors in {directory}, which tell its fingerprint: give the fingerprint too")
+        raise UserError(f"base {name!r} has no *.safetensors in {directory}, from which its fingerprint is taken: give the fingerprint too")
     if not re.fullmatch("[0-9a-f]{64}", fingerprint):
         raise UserError(f"fingerprint {fingerprint[:80]!r} is not one: it has 64 hex digits, as `show` of a policy of this base says")
     return Outline(name, cfg, fingerprint)

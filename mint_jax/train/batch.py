@@ -263,7 +263,7 @@ def _fill(packed: list[list[_Row]], shape: tuple[int, int, int, int, int], pairs
 
 
 def _no_routes(packed: list[list[_Row]], rows: tuple[int, int, int]) -> np.ndarray | None:
-    """Room for the routes of a batch, -1 everywhere; None where no sequence has any."""
+    """Space for the routes of a batch, -1 everywhere; None where no sequence has any."""
     sequences = (s for policy in packed for row in policy for _, members in row.pieces for _, s in members)
     known = next((s.routes for s in sequences if s.routes is not None), None)
     return None if known is None else np.full((known.shape[1], *rows, known.shape[2]), -1, np.int16)

@@ -34,7 +34,7 @@ class Alias:
 
 
 class Aliases(Policies):
-    """Moves aliases, and tells where they were."""
+    """Moves aliases, and reads where they were."""
 
     def promote(self, policy: str, revision: int | str, alias: str = "serving", *, by: str | None = None, why: str = "") -> Alias:
         """Points an alias at a live revision of the policy; a new alias is made. Already there: nothing changes."""

@@ -120,8 +120,8 @@ def add_payloads(
         unused = sa.and_(packs.c.id.in_(set(ids.values())), ~sa.exists().where(payloads.c.pack_id == packs.c.id))
         connection.execute(packs.update().where(unused).values(state="dead", changed_at=author.now))
     found = known(connection, list(needed))
-    untold = {digest for digest, schema in found.items() if schema is None and needed[digest] is not None}
-    for digest in sorted(untold):  # stored as something else before, such as a rollout
+    without_schema = {digest for digest, schema in found.items() if schema is None and needed[digest] is not None}
+    for digest in sorted(without_schema):  # stored as something else before, such as a rollout
         values = {"schema_id": needed[digest], "finite": finite.get(digest)}
         connection.execute(payloads.update().where(payloads.c.digest == digest).values(**values))
     if missing := needed.keys() - found.keys():

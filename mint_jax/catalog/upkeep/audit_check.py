@@ -54,12 +54,12 @@ def _grouped(connection: sa.Connection, query: sa.Select) -> dict[int, list[sa.R
 def _of_policy(policy: sa.Row, log: list[sa.Row], held: list[sa.Row], named: list[sa.Row], tagged: list[sa.Row]) -> Iterator[Contradiction]:
     name = full_name(policy.tenant, policy.name)
     try:
-        told, record, expected, moves, labels = _replay(log)
+        logged, record, expected, moves, labels = _replay(log)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         yield "policy", name, f"the audit log of policy {name} is damaged ({type(error).__name__}: {str(error)[:80]})"
         return
-    if told not in (None, name):
-        yield "policy", name, f"policy {name} was made as {told}, says the audit log"
+    if logged not in (None, name):
+        yield "policy", name, f"policy {name} was made as {logged}, says the audit log"
     for column, value in record.items():
         found = getattr(policy, column)
         if found != value:
@@ -102,12 +102,12 @@ def _replay(log: list[sa.Row]) -> Replayed:
     expected: dict[int, dict[str, Any]] = {}
     moves: dict[str, tuple[int, int]] = {}
     labels: dict[tuple[int, str], str] = {}
-    told: str | None = None
+    logged: str | None = None
     for row in log:
         details = json.loads(row.details)
         if row.action == "create":
             record |= {"json": details["schema"], "keep_last": details["keep_last"]}
-            told = details.get("policy")  # not in logs of earlier versions
+            logged = details.get("policy")  # not in logs of earlier versions
         elif row.action == "keep_last":
             record["keep_last"] = details["after"]
         elif row.action in ("retire", "restore"):
@@ -119,9 +119,9 @@ def _replay(log: list[sa.Row]) -> Replayed:
                 del expected[number]
                 labels = {key: value for key, value in labels.items() if key[0] != number}
         elif row.action == "rename":
-            told = details["after"]
+            logged = details["after"]
         elif row.action == "delete":
-            told = f"{details['policy']}@deleted-{row.policy_id}"
+            logged = f"{details['policy']}@deleted-{row.policy_id}"
             record["state"], expected, moves, labels = "deleted", {}, {}, {}
         elif row.action == "tag":
             for key, value in details["tags"].items():
@@ -142,4 +142,4 @@ def _replay(log: list[sa.Row]) -> Replayed:
             moves[row.alias] = (row.after, row.version)
             if expected[row.after]["digest"] != details["digest"]:
                 raise ValueError(f"entry {row.id} gives revision {row.after} another digest")
-    return told, record, expected, moves, labels
+    return logged, record, expected, moves, labels

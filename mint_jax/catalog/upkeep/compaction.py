@@ -13,15 +13,15 @@ from mint_jax.catalog.records.database import Database, chunks
 from mint_jax.catalog.records.payload_rows import enter_packs
 from mint_jax.catalog.records.tables import packs, payloads
 from mint_jax.catalog.storage.payloads import PackDamaged, PackMissing, PayloadStore, Place
-from mint_jax.catalog.upkeep.sweep import Report, Tell, retire_packs, told
+from mint_jax.catalog.upkeep.sweep import OnProgress, Report, chunks_with_progress, retire_packs
 
 SMALL = 8 << 20  # bytes; a pack below is worth joining with others
 LARGE = 256 << 20  # bytes that one new pack holds at most, unless one object is larger
 
 
-def compact(database: Database, store: PayloadStore, author: Author, report: Report, tell: Tell | None = None) -> None:
+def compact(database: Database, store: PayloadStore, author: Author, report: Report, progress: OnProgress | None = None) -> None:
     """Moves payloads; adds to ``report.moved`` and ``report.moved_bytes``."""
-    for [batch] in told(tell, "joins of packs", list(_batches(database.read(_candidates))), 1):
+    for [batch] in chunks_with_progress(progress, "joins of packs", list(_batches(database.read(_candidates))), 1):
         rows = [row for some in chunks(batch) for row in database.read(lambda c, some=some: _payloads(c, some))]
         if report.dry_run:
             report.moved, report.moved_bytes = report.moved + len(rows), report.moved_bytes + sum(row.length for row in rows)

@@ -35,14 +35,14 @@ class Recovered:
 
 
 def find(
-    database: Database, store: PayloadStore, template: str, older_than: float, report: Recovered, tell: Callable[[int], None] | None
+    database: Database, store: PayloadStore, template: str, older_than: float, report: Recovered, progress: Callable[[int], None] | None
 ) -> Iterator[Export]:
     """Exports of the adapters that no record names; adds to ``report`` what they are.
 
     Args:
         template: of their policies' names; ``{digest}`` is the first half of the digest.
         older_than: leaves alone packs that are younger, in seconds since 1970: their writer may be about to commit.
-        tell: called with the number of packs looked at.
+        progress: called with the number of packs looked at.
 
     Raises:
         UserError: a template without ``{digest}``.
@@ -66,8 +66,8 @@ def find(
                 about = {"digest": digest, "rank": schema.config.rank, "base": schema.base, "bytes": place.length}
                 report.revisions.append({"name": name} | about)
                 yield Export(name, data, 0, origin=f"recovered from pack {pack.name}", force=True)
-        if tell is not None:
-            tell(done + 1)
+        if progress is not None:
+            progress(done + 1)
 
 
 def _unnamed(database: Database, store: PayloadStore, pack: PackInfo, report: Recovered) -> list[tuple[str, Place]]:

@@ -24,7 +24,7 @@ from mint_jax.catalog.upkeep import lost_commits
 from mint_jax.errors import UserError
 
 T = TypeVar("T")
-Tell = Callable[[str, int, int], None]  # what is looked at, how many so far, of how many
+OnProgress = Callable[[str, int, int], None]  # what is looked at, how many so far, of how many
 
 
 @dataclasses.dataclass
@@ -56,16 +56,22 @@ class Report:
     moved_bytes: int = 0
 
 
-def told(tell: Tell | None, what: str, items: Sequence[T], size: int = 500) -> Iterator[Sequence[T]]:
-    """``chunks``, telling how far they are."""
+def chunks_with_progress(progress: OnProgress | None, what: str, items: Sequence[T], size: int = 500) -> Iterator[Sequence[T]]:
+    """``chunks``, reporting how far they are."""
     for k, some in enumerate(chunks(items, size)):
         yield some
-        if tell is not None:
-            tell(what, k * size + len(some), len(items))
+        if progress is not None:
+            progress(what, k * size + len(some), len(items))
 
 
 def collect(
-    database: Database, store: PayloadStore, author: Author, grace_s: float, operations_s: float, dry_run: bool, tell: Tell | None = None
+    database: Database,
+    store: PayloadStore,
+    author: Author,
+    grace_s: float,
+    operations_s: float,
+    dry_run: bool,
+    progress: OnProgress | None = None,
 ) -> Report:
     """Removes all that may go, in transactions of bounded size; with ``dry_run`` only says so.
 
@@ -78,19 +84,19 @@ def collect(
     if not dry_run and (lost := database.read(lost_commits.report)):
         raise UserError(f"database {database.name}: {lost[0]}; nothing was removed, for the payloads of what is lost may still be there")
     if dry_run:
-        _foretell(database, author, report, operations_s, grace_s, tell)
+        _foresee(database, author, report, operations_s, grace_s, progress)
     else:
         report.leases = database.write(lambda c: sessions.remove_expired_leases(c, author))
         report.operations = database.write(lambda c: operations.remove_ended(c, author.now - operations_s))
-        for some in told(tell, "policies", database.read(retention.candidates), 100):
+        for some in chunks_with_progress(progress, "policies", database.read(retention.candidates), 100):
             gone = database.write(lambda c, some=some: retention.remove(c, author, some))
             report.revisions += [f"{one.policy}@{one.number}" for one in gone]
-        for some in told(tell, "payloads", database.read(lambda c: _unnamed(c, author))):
+        for some in chunks_with_progress(progress, "payloads", database.read(lambda c: _unnamed(c, author))):
             count, size = database.write(lambda c, some=some: _remove_payloads(c, author, some))
             report.payloads, report.payload_bytes = report.payloads + count, report.payload_bytes + size
         database.write(lambda c: retire_packs(c, author))
-    _sweep_dead(database, store, author, grace_s, report, tell)
-    _sweep_abandoned(database, store, author, grace_s, report, tell)
+    _sweep_dead(database, store, author, grace_s, report, progress)
+    _sweep_abandoned(database, store, author, grace_s, report, progress)
     report.leftovers = len(store.sweep(grace_s, dry_run))
     return report
 
@@ -127,7 +133,7 @@ def retire_packs(connection: sa.Connection, author: Author) -> int:
     return connection.execute(packs.update().where(empty).values(state="dead", changed_at=author.now)).rowcount
 
 
-def _foretell(database: Database, author: Author, report: Report, operations_s: float, grace_s: float, tell: Tell | None) -> None:
+def _foresee(database: Database, author: Author, report: Report, operations_s: float, grace_s: float, progress: OnProgress | None) -> None:
     """Fills in what the database part of ``collect`` would remove."""
 
     def count(connection: sa.Connection) -> None:
@@ -137,7 +143,7 @@ def _foretell(database: Database, author: Author, report: Report, operations_s: 
 
     database.read(count)
     gone: list[Expendable] = []
-    for some in told(tell, "policies", database.read(retention.candidates), 100):
+    for some in chunks_with_progress(progress, "policies", database.read(retention.candidates), 100):
         gone += database.read(lambda c, some=some: [one for _, found in retention.expendable(c, author, some) for one in found])
     report.revisions = [f"{one.policy}@{one.number}" for one in gone]
     removed: dict[bytes, int] = {}
@@ -184,9 +190,11 @@ def _left_unnamed(connection: sa.Connection, author: Author, digests: Sequence[b
     return freed - held - set(connection.scalars(sa.select(lease_table.c.digest).where(lease_table.c.digest.in_(freed), leased)))
 
 
-def _sweep_dead(database: Database, store: PayloadStore, author: Author, grace_s: float, report: Report, tell: Tell | None) -> None:
+def _sweep_dead(
+    database: Database, store: PayloadStore, author: Author, grace_s: float, report: Report, progress: OnProgress | None
+) -> None:
     dead = database.read(lambda c: list(c.execute(sa.select(packs).where(packs.c.state == "dead").order_by(packs.c.id))))
-    for [pack] in told(tell, "dead packs", dead, 1):
+    for [pack] in chunks_with_progress(progress, "dead packs", dead, 1):
         if pack.changed_at > author.now - grace_s:
             report.waiting, report.waiting_bytes = report.waiting + 1, report.waiting_bytes + pack.bytes
             if pack.changed_at > author.now and not report.dry_run:  # the clock was set back: the period begins now
@@ -199,9 +207,11 @@ def _sweep_dead(database: Database, store: PayloadStore, author: Author, grace_s
         report.packs, report.pack_bytes = report.packs + 1, report.pack_bytes + pack.bytes
 
 
-def _sweep_abandoned(database: Database, store: PayloadStore, author: Author, grace_s: float, report: Report, tell: Tell | None) -> None:
+def _sweep_abandoned(
+    database: Database, store: PayloadStore, author: Author, grace_s: float, report: Report, progress: OnProgress | None
+) -> None:
     old = [pack for pack in store.packs() if pack.mtime < author.now - grace_s]
-    for some in told(tell, "packs", old):
+    for some in chunks_with_progress(progress, "packs", old):
         names = [pack.name for pack in some]
         live = database.read(lambda c, names=names: _named(c, names))
         strays = [pack for pack in some if pack.name not in live]

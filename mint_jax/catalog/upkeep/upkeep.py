@@ -33,7 +33,7 @@ class Upkeep(Exports):
         accept_losses: bool = False,
         by: str | None = None,
         why: str = "",
-        progress: sweep.Tell | None = None,
+        progress: sweep.OnProgress | None = None,
     ) -> sweep.Report:
         """Removes what retention gives up and nothing names, and says what it was.
 
