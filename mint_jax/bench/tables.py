@@ -89,12 +89,13 @@ ROWS = [
         "train_vs_peft",
         (
             "one training step of {policies|count} policies, GRPO groups of {rows|count} × {tokens|count} tokens that share their prompt, "
-            "float32: torch + PEFT without torch.compile, {policies|count} updates / ours",
+            "float32: torch + PEFT ({peer_options.train|text}), {policies|count} updates / ours",
             "{ratio_train|times}",
         ),
-        ("the same with rows that share nothing", "{ratio_train_distinct|times}"),
+        ("the same with rows that share nothing ({peer_options.train_distinct|text})", "{ratio_train_distinct|times}"),
         (
-            "sampling with {policies|count} adapters in one batch: PEFT's mixed batch / ours; share of greedy tokens that are equal",
+            "sampling with {policies|count} adapters in one batch: PEFT's mixed batch ({peer_options.sample|text}) / ours; share of greedy "
+            "tokens that are equal",
             "{ratio_sample|times}; {sample_same_tokens|share}",
         ),
         headline=[0, 2],
