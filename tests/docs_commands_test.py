@@ -49,7 +49,11 @@ def test_an_own_task_from_nothing_to_an_adapter_that_peft_loads(tmp_path):
             done = subprocess.run(["bash", "-ec", command], cwd=tmp_path, env=env, capture_output=True, text=True)
             assert done.returncode == 0, f"{command}\n{done.stderr[-3000:]}"
             commands += 1
-    assert commands == 5
+    assert commands == 7
+    with Catalog.open(tmp_path / "runs/mine") as catalog:
+        first, *later = catalog.revisions("parity")
+        assert first.origin.startswith("import of")
+        assert later, "training went on from what was imported"
     assert (tmp_path / "runs" / "parity" / "rewards.png").is_file()
     policy, base = (json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines())
     assert policy["revision"] and not base["revision"]  # noqa: PT018
@@ -124,7 +128,7 @@ def test_the_command_of_the_pods_page(tmp_path):
 
 def test_every_command_on_a_page_is_run_by_a_test():
     """Blocks by page: run above, by tests/api_test.py (Python), or by CI itself (make)."""
-    known = {"README.md": 2, "CONTRIBUTING.md": 1, "docs/index.md": 1, "docs/catalog.md": 1, "docs/own_task.md": 2, "docs/pods.md": 1}
+    known = {"README.md": 2, "CONTRIBUTING.md": 1, "docs/index.md": 1, "docs/catalog.md": 1, "docs/own_task.md": 3, "docs/pods.md": 1}
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
     found = {}
     for page in pages:
