@@ -17,6 +17,8 @@ from mint_jax.catalog.upkeep.sweep import OnProgress, Report, chunks_with_progre
 
 SMALL = 8 << 20  # bytes; a pack below is worth joining with others
 LARGE = 256 << 20  # bytes that one new pack holds at most, unless one object is larger
+_MOVED = payloads.update().where(payloads.c.digest == sa.bindparam("of"))
+_MOVED = _MOVED.values(pack_id=sa.bindparam("pack"), offset=sa.bindparam("at"))
 
 
 def compact(database: Database, store: PayloadStore, author: Author, report: Report, progress: OnProgress | None = None) -> None:
@@ -76,12 +78,17 @@ def _whole(store: PayloadStore, row: sa.Row) -> bool:
 def _move(connection: sa.Connection, author: Author, rows: list[sa.Row], places: list[Place]) -> list[int]:
     """Points payloads at their new places, and returns the lengths of those that were still at the old ones."""
     ids = enter_packs(connection, author, places)
-    moved = []
-    for row, place in zip(rows, places):
-        if place.pack in ids:
-            still = sa.and_(payloads.c.digest == row.digest, payloads.c.pack_id == row.pack_id)
-            new = {"pack_id": ids[place.pack], "offset": place.offset}
-            moved += [row.length] * connection.execute(payloads.update().where(still).values(**new)).rowcount
+    moved: list[int] = []
+    for some in chunks([(row, place) for row, place in zip(rows, places) if place.pack in ids]):
+        # Locked and seen in one statement, then moved by one compiled statement for all: an UPDATE with its own condition for each
+        # payload is built anew each time, which was most of a collection's time (5,100 payloads: 1.2 of 1.6 s).
+        mine = payloads.c.digest.in_([row.digest for row, _ in some])
+        query = sa.select(payloads.c.digest, payloads.c.pack_id).where(mine).order_by(payloads.c.digest).with_for_update()
+        where = dict(connection.execute(query).tuples().all())
+        still = [(row, place) for row, place in some if where.get(row.digest) == row.pack_id]
+        if still:
+            connection.execute(_MOVED, [{"of": row.digest, "pack": ids[place.pack], "at": place.offset} for row, place in still])
+        moved += [row.length for row, _ in still]
     retire_packs(connection, author)
     details = {"from": sorted({row.pack for row in rows}), "to": sorted(ids), "payloads": len(moved)}
     audit.append(connection, audit.row(author, "compact", details=details))
