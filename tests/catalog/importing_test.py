@@ -540,5 +540,7 @@ def test_auto_peft_opens_an_export_by_what_it_names(run, hf_dirs, many, tmp_path
     model = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
     found = oracles.torch_logits(model.eval(), np.array([[1, 2, 3]]))
     wanted = oracles.torch_logits(peft_model(directory, many / "a"), np.array([[1, 2, 3]]))
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=5e-6 * np.abs(wanted).max())  # another attention kernel of torch's, float32
+    # Another attention kernel of torch's sums in another order: in float32 44 ulps of the largest logit were seen on one of many
+    # random adapters, four times that is allowed; without the adapter it would be a thousand times as much.
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=176 * np.finfo(np.float32).eps * np.abs(wanted).max())
     assert np.abs(wanted - oracles.torch_logits(oracles.torch_model(directory), np.array([[1, 2, 3]]))).max() > 1e-2

@@ -91,7 +91,7 @@ def test_the_reason_given_is_the_one_found():
     tight = Measured("train", 100 * chips.GIB, total=97 * chips.GIB)
     assert not tight.fits(0.05)
     assert tight.reason(0.05) == "train needs 97.0 of 100.0 GiB a device, which leaves 3.0 % where 5 % are to stay free"
-    refused = Measured("train", 100, total=130, refused="RESOURCE_EXHAUSTED: no room for scoped vmem", told=False)
+    refused = Measured("train", 100, total=130, refused="RESOURCE_EXHAUSTED: no room for scoped vmem", stated=False)
     assert refused.reason(0.05) == "train was refused by the compiler: RESOURCE_EXHAUSTED: no room for scoped vmem"
 
 
@@ -100,7 +100,7 @@ def test_a_refusal_without_numbers_invents_none(config, tmp_path, monkeypatch):
 
     def refuse(program, mesh, target):
         small = len(target.devices) == 4
-        return Measured(program.name, target.hbm, total=2 * target.hbm * small, refused="no vmem" * small, told=False)
+        return Measured(program.name, target.hbm, total=2 * target.hbm * small, refused="no vmem" * small, stated=False)
 
     monkeypatch.setattr(scale_up, "measure", refuse)
     assert scale_up.run(config, tmp_path)["tried"]["v5e:2x2"] == "train was refused by the compiler: no vmem"
