@@ -15,7 +15,7 @@ The first line of each docstring says what a thing is in the words of the jobs.
 """
 
 import dataclasses
-import importlib
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,13 @@ from typing import Any
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from mint_jax import host
+from mint_jax import compiling, host, launch
 from mint_jax import mesh as mesh_lib
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import Schema, pack
 from mint_jax.catalog.records.revisions import Revision
 from mint_jax.errors import UserError
-from mint_jax.jobs import JOBS, common, settings, sft, supervised
+from mint_jax.jobs import common, settings, sft, supervised
 from mint_jax.jobs.adapters import AdapterSource
 from mint_jax.jobs.catalogs import JobCatalog
 from mint_jax.lora.tree import ALL_LINEAR, AdapterConfig, Slot, Stacks, spelled_out
@@ -55,9 +55,7 @@ def load(name: str, dtype: str = "float32", quantise: str = "", mesh: Mesh | Non
     Raises:
         UserError: no such base, or one that cannot be read.
     """
-    host.leave_out_absent_tpu()
-    host.keep_freed_memory()
-    host.use_compilation_cache(base_lib.cache_dir() / "compiled")
+    _prepare()
     return Model(base_lib.load(name, mesh or mesh_lib.make_mesh(), dtype, quantise=quantise))
 
 
@@ -81,12 +79,17 @@ def config(job: str, **values: Any) -> ConfigDict:
 def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
     """Runs a job as ``python -m mint_jax.launch`` does, in this process; returns its result, which ``WORKDIR/result.json`` keeps."""
     settings.complete(config)
+    _prepare()
+    return launch.run(config, Path(workdir))
+
+
+@functools.cache
+def _prepare() -> None:
+    """Settings of the process, as ``launch`` makes them."""
     host.leave_out_absent_tpu()
     host.keep_freed_memory()
     host.use_compilation_cache(base_lib.cache_dir() / "compiled")
-    result = importlib.import_module(JOBS[str(config.job)]).run(config, Path(workdir))
-    common.save_result(result, Path(workdir), config)
-    return result
+    compiling.announce()
 
 
 class Model:

@@ -23,7 +23,7 @@ import textwrap
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import absl.logging
 from ml_collections import ConfigDict
@@ -164,18 +164,27 @@ def main(argv: Sequence[str]) -> None:
             raise UserError(f"job {config.job!r} runs in one process, and {multihost.count()} have joined: start it on one host alone")
     host.use_compilation_cache(cache_dir() / "compiled")
     compiling.announce()
-    job = importlib.import_module(JOBS[config.job])
+    result = run(config, workdir)
+    if multihost.is_main():
+        print(json.dumps(result), flush=True)
+    multihost.barrier("end")
+
+
+def run(config: Config, workdir: Path) -> dict[str, Any]:
+    """Runs a checked config's job in this process; its result is in ``WORKDIR/result.json`` too.
+
+    Raises:
+        UserError: a mistake in the config or in a file, or a full disk.
+    """
     try:
-        result = job.run(config, workdir)
+        result = importlib.import_module(JOBS[str(config.job)]).run(config, workdir)
         save_result(result, workdir, config)
+        return result
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         place = error.filename or workdir
         raise UserError(f"{place} cannot be written, the disk is full: free disk space, then start again with the same command") from None
-    if multihost.is_main():
-        print(json.dumps(result), flush=True)
-    multihost.barrier("end")
 
 
 def _terminate(number: int, frame: object) -> None:

@@ -23,7 +23,7 @@ class Tracker(Protocol):
 
     id: str
 
-    def log(self, step: int, numbers: Mapping[str, float]) -> None: ...
+    def log(self, step: int, name: str, numbers: Mapping[str, float]) -> None: ...
     def close(self, finished: bool) -> None: ...
 
 
@@ -58,7 +58,7 @@ class Trackers:
         """The numbers of one row, as ``name/metric``."""
         numbers = {f"{name}/{key}": float(value) for key, value in values.items() if isinstance(value, int | float)}
         for kind, one in self._trackers.items():
-            self._try(kind, lambda one=one: one.log(step, numbers))
+            self._try(kind, lambda one=one: one.log(step, name, numbers))
 
     def close(self, finished: bool = True) -> None:
         """Sends what is left and ends the runs."""
@@ -98,9 +98,15 @@ class _Wandb:
             project=project, name=workdir.name, dir=str(workdir), id=id, resume="allow" if id else None, config=dict(config)
         )
         self.id = self._run.id
+        self._named: set[str] = set()
 
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        self._run.log(dict(numbers), step=step)  # rows of one step come together; a step that was sent before is not taken again
+    def log(self, step: int, name: str, numbers: Mapping[str, float]) -> None:
+        # W&B's own step never goes back, and drops what is sent for an earlier one: a policy that another one is ahead of, as under
+        # the overlapped schedule, and what a resumed run does again. So each policy's step is a metric, which its others are drawn over.
+        if name not in self._named:
+            self._run.define_metric(f"{name}/*", step_metric=f"{name}/step")
+            self._named.add(name)
+        self._run.log({**numbers, f"{name}/step": step})
 
     def close(self, finished: bool) -> None:
         self._run.finish(0 if finished else 1)
@@ -124,7 +130,7 @@ class _Mlflow:
             self._client.update_run(id, status="RUNNING")
         self.id = run.info.run_id
 
-    def log(self, step: int, numbers: Mapping[str, float]) -> None:
+    def log(self, step: int, name: str, numbers: Mapping[str, float]) -> None:
         now = int(1000 * time.time())
         metrics = [self._metric(key, value, now, step) for key, value in numbers.items() if math.isfinite(value)]
         for start in range(0, len(metrics), self.MOST):

@@ -7,7 +7,11 @@ import pytest
 from mint_jax import trackers
 from mint_jax.errors import UserError
 
-ROWS = [(0, "a", {"reward": 0.25, "note": "text"}), (0, "b", {"reward": float("nan"), "tokens": 3}), (1, "a", {"reward": 0.5})]
+ROWS = [  # policy b comes to its first step when a has done its second
+    (0, "a", {"reward": 0.25, "note": "text"}),
+    (1, "a", {"reward": 0.5}),
+    (0, "b", {"reward": float("nan"), "tokens": 3}),
+]
 
 
 @pytest.fixture
@@ -50,9 +54,11 @@ def test_rows_reach_wandb(tmp_path, monkeypatch):
     made.close()
     [file] = tmp_path.glob("wandb/offline-run-*/*.wandb")
     assert json.loads((tmp_path / "trackers.json").read_text())["wandb"] in file.name
-    found = {(item["step"], key): value for item in history_of(file) for key, value in item["values"].items()}
-    assert found.pop((0, "b/reward")) != 0.0  # NaN, in the tool's own spelling
-    assert found == {(0, "a/reward"): 0.25, (0, "b/tokens"): 3, (1, "a/reward"): 0.5}
+    rows = history_of(file)
+    last = rows.pop()
+    assert last.pop("b/reward") != 0.0  # NaN, in the tool's own spelling
+    assert last == {"b/tokens": 3, "b/step": 0}, "though another policy was a step ahead"
+    assert rows == [{"a/reward": 0.25, "a/step": 0}, {"a/reward": 0.5, "a/step": 1}]
 
 
 def history_of(file) -> list[dict]:
@@ -72,7 +78,7 @@ def history_of(file) -> list[dict]:
             record, message = wandb_internal_pb2.Record.FromString(message), b""
             if record.WhichOneof("record_type") == "history":
                 items = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
-                found.append({"step": items["_step"], "values": {k: v for k, v in items.items() if not k.startswith("_")}})
+                found.append({key: value for key, value in items.items() if not key.startswith("_")})
     return found
 
 
@@ -83,10 +89,10 @@ def test_an_outage_is_said_once_and_ends_nothing(tmp_path, monkeypatch, capsys):
         def __init__(self, *_):
             pass
 
-        def log(self, step, numbers):
+        def log(self, step, name, numbers):
             if self.down:
                 raise ConnectionError("no route to host")
-            self.taken.append((step, numbers))
+            self.taken.append((step, name, numbers))
 
         def close(self, finished):
             raise ConnectionError("no route to host")
@@ -100,7 +106,7 @@ def test_an_outage_is_said_once_and_ends_nothing(tmp_path, monkeypatch, capsys):
     Away.down = False
     made.write(2, "a", {"reward": 1.0})
     assert capsys.readouterr().err == "wandb takes metrics again\n"
-    assert Away.taken == [(2, {"a/reward": 1.0})]
+    assert Away.taken == [(2, "a", {"a/reward": 1.0})]
     made.close()
     assert "wandb does not take metrics" in capsys.readouterr().err
 

@@ -131,6 +131,17 @@ def test_a_policy_in_training_keeps_its_name(filled, call):
         filled.export("p", packed(9), 9, session=session)
 
 
+@pytest.mark.parametrize("call", ["rename", "delete"])
+def test_the_session_of_a_killed_job_keeps_no_policy_for_ever(filled, clock, call):
+    session = filled.open_session("p", "a job", 60.0)
+    filled.retire("p")
+    clock.now += 61.0
+    filled.rename("p", "z") if call == "rename" else filled.delete("p")
+    with pytest.raises(UserError, match="policy 'p' is not in the catalog"):
+        filled.export("p", packed(9), 9, session=session)
+    assert list(filled.verify()) == []
+
+
 def test_a_name_is_given_once(filled, place):
     with pytest.raises(UserError, match="policy 'q' exists already"):
         filled.rename("p", "q")

@@ -158,7 +158,7 @@ class Policies:
             raise UserError(f"policy {policy!r} is of tenant {tenant!r} and {name!r} of {other!r}: branch from it there instead")
 
         def body(connection: sa.Connection, author: Author, row: sa.Row) -> PolicyRecord:
-            refuse_trained(row)
+            refuse_trained(author, row)
             if fresh != key:
                 taken = f"policy {full_name(tenant, fresh)!r} exists already: choose another name"
                 if connection.execute(_by_name(tenant, fresh)).first() is not None:
@@ -262,9 +262,9 @@ def lock(connection: sa.Connection, tenant: str, name: str, active: bool = False
     return found
 
 
-def refuse_trained(policy: Any) -> None:
-    """Raises where a session is open on a locked policy."""
-    if policy.session_owner is not None:
+def refuse_trained(author: Author, policy: Any) -> None:
+    """Raises where a session is open on a locked policy. One that has expired is a job's that was killed; it is fenced off by name."""
+    if policy.session_owner is not None and author.now < policy.session_expires:
         mine = full_name(policy.tenant, policy.name)
         raise UserError(f"policy {mine!r} is being trained by {policy.session_owner!r}: end that job, or close its session, first")
 

@@ -65,10 +65,10 @@ class Retention(Policies):
             mine = full_name(row.tenant, row.name)
             if row.state != "retired":
                 raise UserError(f"policy {mine!r} is {row.state}: retire it first, and delete it once nothing has missed it")
-            refuse_trained(row)
-            held = _holders(connection, author, row)
-            for number, because in sorted(held.items()):
-                raise UserError(f"revision {mine}@{number} is {because[0]}: policy {mine!r} cannot be deleted yet")
+            refuse_trained(author, row)
+            if held := _holders(connection, author, row):
+                number = min(held)
+                raise UserError(f"revision {mine}@{number} is {', '.join(held[number])}: policy {mine!r} cannot be deleted yet")
             its = sa.select(revisions.c.number, revisions.c.digest).where(revisions.c.policy_id == row.id).order_by(revisions.c.number)
             found = connection.execute(its).all()
             touch(connection, author, row, state=DELETED, name=f"{row.name}@{DELETED}-{row.id}", parent_revision=None)

@@ -31,7 +31,7 @@ class Tags(Policies):
         policy, at, which = name.partition("@")
 
         def body(connection: sa.Connection, author: Author, row: sa.Row) -> dict[str, str]:
-            number = find_revision(connection, row, _which(which)).number if at else 0
+            number = find_revision(connection, row, which).number if at else 0
             before = _of(connection, row, number)
             changed = {key: value for key, value in sorted(wanted.items()) if before.get(key) != value}
             if not changed:
@@ -52,7 +52,7 @@ class Tags(Policies):
         policy, at, which = name.partition("@")
 
         def body(connection: sa.Connection, row: sa.Row) -> dict[str, str]:
-            return _of(connection, row, find_revision(connection, row, _which(which)).number if at else 0)
+            return _of(connection, row, find_revision(connection, row, which).number if at else 0)
 
         return self._look(policy, body)
 
@@ -69,10 +69,6 @@ class Tags(Policies):
 def _of(connection: sa.Connection, policy: sa.Row, number: int) -> dict[str, str]:
     query = sa.select(tags.c.key, tags.c.value).where(tags.c.policy_id == policy.id, tags.c.number == number)
     return dict(connection.execute(query.order_by(tags.c.key)).tuples().all())
-
-
-def _which(text: str) -> int | str:
-    return int(text) if names.is_number(text) else text
 
 
 def _value(key: str, value: str) -> str:

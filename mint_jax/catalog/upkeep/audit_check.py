@@ -11,6 +11,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from mint_jax.catalog.records.names import full_name
+from mint_jax.catalog.records.policies import DELETED
 from mint_jax.catalog.records.tables import aliases, audit, policies, revisions, schemas, tags
 
 PAGE = 200  # policies at a time
@@ -121,8 +122,8 @@ def _replay(log: list[sa.Row]) -> Replayed:
         elif row.action == "rename":
             logged = details["after"]
         elif row.action == "delete":
-            logged = f"{details['policy']}@deleted-{row.policy_id}"
-            record["state"], expected, moves, labels = "deleted", {}, {}, {}
+            logged = f"{details['policy']}@{DELETED}-{row.policy_id}"
+            record["state"], expected, moves, labels = DELETED, {}, {}, {}
         elif row.action == "tag":
             for key, value in details["tags"].items():
                 labels.pop((row.before or 0, key), None)

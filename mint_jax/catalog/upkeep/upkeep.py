@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 import sqlalchemy as sa
 
 from mint_jax.catalog.records.exports import Exports
+from mint_jax.catalog.records.policies import DELETED
 from mint_jax.catalog.records.tables import metadata, packs, payloads, policies, revisions
 from mint_jax.catalog.upkeep import compaction, lost_commits, recovery, sweep, verify
 
@@ -91,7 +92,7 @@ class Upkeep(Exports):
         """Counts and bytes of what the catalog holds: rows of every table, and what the tables show only by a query."""
         queries = {name: sa.select(sa.func.count()).select_from(table) for name, table in sorted(metadata.tables.items())}
         queries |= {
-            "policies": sa.select(sa.func.count()).select_from(policies).where(policies.c.state != "deleted"),
+            "policies": sa.select(sa.func.count()).select_from(policies).where(policies.c.state != DELETED),
             "retired_policies": sa.select(sa.func.count()).where(policies.c.state == "retired"),
             "retired_revisions": sa.select(sa.func.count()).where(revisions.c.state == "retired"),
             "open_sessions": sa.select(sa.func.count()).where(policies.c.session_owner.is_not(None)),
