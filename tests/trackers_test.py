@@ -45,6 +45,8 @@ def test_rows_reach_mlflow_and_a_resumed_run_goes_on_in_the_same_one(tmp_path, m
 
 
 def test_rows_reach_wandb(tmp_path, monkeypatch):
+    import wandb
+
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
@@ -52,6 +54,7 @@ def test_rows_reach_wandb(tmp_path, monkeypatch):
     for row in ROWS:
         made.write(*row)
     made.close()
+    wandb.teardown()  # the package's own process writes the file when it hears of the run's end, which nobody waits for otherwise
     [file] = tmp_path.glob("wandb/offline-run-*/*.wandb")
     assert json.loads((tmp_path / "trackers.json").read_text())["wandb"] in file.name
     rows = history_of(file)
