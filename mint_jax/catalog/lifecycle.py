@@ -17,20 +17,17 @@ from pathlib import Path
 
 from mint_jax.catalog.records.aliases import Aliases
 from mint_jax.catalog.records.database import Database
-from mint_jax.catalog.records.evaluations import Evaluations
-from mint_jax.catalog.records.operations import Operations
 from mint_jax.catalog.records.retention import Retention
 from mint_jax.catalog.records.revisions import Revisions
 from mint_jax.catalog.records.sessions import Leases, Sessions
-from mint_jax.catalog.records.tags import Tags
-from mint_jax.catalog.records.training import Training
+from mint_jax.catalog.records.work import Work
 from mint_jax.catalog.storage.payloads import PayloadStore
-from mint_jax.catalog.upkeep import lost_commits
+from mint_jax.catalog.upkeep import recovery
 from mint_jax.catalog.upkeep.upkeep import Upkeep
 from mint_jax.errors import UserError
 
 
-class Catalog(Revisions, Aliases, Tags, Retention, Sessions, Leases, Training, Evaluations, Operations, Upkeep):
+class Catalog(Revisions, Aliases, Retention, Sessions, Leases, Work, Upkeep):
     """Everything that can be done with a catalog; each class above is one kind of record, in a file of its own."""
 
     @classmethod
@@ -70,7 +67,7 @@ class Catalog(Revisions, Aliases, Tags, Retention, Sessions, Leases, Training, E
         database = Database(url, timeout_s)
         try:
             catalog = cls(database, PayloadStore(str(payloads)), actor, clock)
-            lost_commits.record(database, catalog._author(why="found on opening"))
+            recovery.record_losses(database, catalog._author(why="found on opening"))
             return catalog
         except BaseException:
             database.close()

@@ -9,7 +9,7 @@ from blake3 import blake3
 
 from mint_jax.catalog.records import payload_rows
 from mint_jax.catalog.records.exports import Export
-from mint_jax.catalog.upkeep import compaction
+from mint_jax.catalog.upkeep import collection
 from mint_jax.errors import UserError
 from tests.catalog.adapters import OTHER, SCHEMA, packed
 from tests.catalog.conftest import execute, same_bytes
@@ -329,7 +329,7 @@ def test_compaction_leaves_damage_where_it_is(catalog, place):
 def test_compaction_in_batches(catalog, monkeypatch):
     for i in range(7):
         catalog.export(f"p{i}", packed(i), 1, create=True)
-    monkeypatch.setattr(compaction, "LARGE", 3 * len(packed(0)))
+    monkeypatch.setattr(collection, "LARGE", 3 * len(packed(0)))
     assert catalog.compact().moved == 6  # the seventh is alone
     assert catalog.stats()["dead_packs"] == 6
 
@@ -393,7 +393,7 @@ def test_a_wrong_row_is_named(catalog):
     execute(catalog, "UPDATE policies SET last_number = 0 WHERE name = 'p2'")
     findings = list(catalog.verify())
     assert sorted((f.kind, f.what) for f in findings)[0] == ("alias", "alias p0@latest is not where the audit log says")
-    assert {f.kind for f in findings} == {"alias", "policy", "payload"}
+    assert {f.kind for f in findings} == {"alias", "policy", "payload", "revision"}  # a revision names its schema
     assert any("another schema than the database says" in f.what for f in findings)
     execute(
         catalog, 'UPDATE payloads SET "offset" = "offset" + 64 WHERE digest = (SELECT digest FROM payloads ORDER BY digest DESC LIMIT 1)'

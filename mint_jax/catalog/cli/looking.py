@@ -12,9 +12,9 @@ from mint_jax.catalog.packed import Schema
 from mint_jax.catalog.records import names
 from mint_jax.catalog.records.aliases import Alias
 from mint_jax.catalog.records.audit import AuditEntry
-from mint_jax.catalog.records.evaluations import Evaluation
 from mint_jax.catalog.records.policies import PolicyRecord
 from mint_jax.catalog.records.revisions import Revision
+from mint_jax.catalog.records.work import Evaluation
 from mint_jax.errors import UserError
 
 

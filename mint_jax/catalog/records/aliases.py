@@ -16,7 +16,7 @@ from mint_jax.catalog.records.database import chunks
 from mint_jax.catalog.records.names import full_name
 from mint_jax.catalog.records.policies import Policies, PolicyRecord, touch
 from mint_jax.catalog.records.revisions import find_revision
-from mint_jax.catalog.records.tables import aliases, revisions
+from mint_jax.catalog.records.tables import alias_checksum, aliases, revisions
 from mint_jax.catalog.records.tables import audit as log
 from mint_jax.errors import UserError
 
@@ -144,7 +144,8 @@ def _move(
 ) -> Alias:
     at = max(author.now, policy.touched_at)
     version = 1 if now is None else now.version + 1
-    values = {"revision_id": target.id, "version": version, "updated_at": at}
+    checksum = alias_checksum(policy.id, alias, version, target.number, target.digest)
+    values = {"revision_id": target.id, "version": version, "updated_at": at, "checksum": checksum}
     if now is None:
         connection.execute(aliases.insert(), {"policy_id": policy.id, "name": alias, **values})
     else:

@@ -31,8 +31,7 @@ from urllib.parse import quote
 import sqlalchemy as sa
 from sqlalchemy import event, exc
 
-from mint_jax.catalog.records import indexes, tables
-from mint_jax.catalog.records.witness import Witness
+from mint_jax.catalog.records import integrity, tables
 from mint_jax.errors import UserError
 
 T = TypeVar("T")
@@ -95,7 +94,7 @@ class Database:
         self.read_only = self.sqlite and _may_only_read(Path(str(self.url.database)))
         self._writers = threading.Lock()
         self.engine = self._connect_args()
-        self._witness = Witness(Path(str(self.url.database))) if self.sqlite and not self.read_only else None
+        self._witness = integrity.Witness(Path(str(self.url.database))) if self.sqlite and not self.read_only else None
         self._reader = self.engine if self.sqlite else self.engine.execution_options(isolation_level="AUTOCOMMIT")
         self._writer = self.engine.execution_options(begin_immediate=True)
         _open.add(self)
@@ -237,7 +236,8 @@ class Database:
             for sign, remedy in _SQLITE_REMEDIES.items():
                 if sign in reason.lower():
                     return DatabaseFailed(f"database {self.name}: {reason}: {remedy}")
-            return error
+            # SQLite has many words for what it does not expect in a file
+            return DatabaseFailed(f"database {self.name} is damaged: {reason}: restore it from a backup") if self.damage(1) else error
         if _state(error) in _CORRUPT:
             return DatabaseFailed(f"database {self.name} is damaged: {reason}: restore it from a backup")
         if isinstance(error, exc.OperationalError | exc.InterfaceError) or error.connection_invalidated:
@@ -247,7 +247,7 @@ class Database:
     def damage(self, most: int = 20) -> list[str]:
         """What is wrong in the database's files, at most ``most`` lines: pages, rows, and every index against its table."""
         if not self.sqlite:
-            return list(itertools.islice(indexes.damage(self.engine), most))
+            return list(itertools.islice(integrity.index_damage(self.engine), most))
         try:
             with self.engine.connect() as connection:
                 lines = [line for (line,) in connection.exec_driver_sql(f"PRAGMA integrity_check({most})")]

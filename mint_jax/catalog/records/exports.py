@@ -17,7 +17,7 @@ import sqlalchemy as sa
 
 from mint_jax import nested
 from mint_jax.catalog import header
-from mint_jax.catalog.packed import Buffer, Schema, as_bytes, digest_of, unpack
+from mint_jax.catalog.packed import Buffer, Schema, as_bytes, digest_of, schema_digest, unpack
 from mint_jax.catalog.records import audit, names, policies, sessions
 from mint_jax.catalog.records.audit import Author
 from mint_jax.catalog.records.database import chunks, dialect_insert
@@ -27,7 +27,7 @@ from mint_jax.catalog.records.payload_rows import add_payloads, store_and_commit
 from mint_jax.catalog.records.policies import PolicyRecord
 from mint_jax.catalog.records.revisions import Revision, as_revision, find_revision
 from mint_jax.catalog.records.sessions import Session
-from mint_jax.catalog.records.tables import aliases, revisions, schemas
+from mint_jax.catalog.records.tables import alias_checksum, aliases, payloads, revision_checksum, revisions, schemas
 from mint_jax.catalog.records.tables import policies as policy_table
 from mint_jax.catalog.storage.payloads import Place
 from mint_jax.errors import UserError
@@ -122,6 +122,8 @@ class Exports(Lookup):
             made = policies.create(connection, author, *key, read_schema(row.json), keep_last)
             origin = f"branch of {full_name(row.tenant, row.name)}@{begin.number}"
             at = max(author.now, made.touched_at)
+            of_bytes = sa.select(schemas.c.digest).join(payloads, payloads.c.schema_id == schemas.c.id)
+            schema = connection.execute(of_bytes.where(payloads.c.digest == begin.digest)).scalar_one()
             values = {
                 "policy_id": made.id,
                 "number": 1,
@@ -132,10 +134,11 @@ class Exports(Lookup):
                 "state": "live",
                 "created_at": at,
                 "sampling": begin.sampling,
+                "checksum": revision_checksum(made.id, 1, begin.digest, schema),
             }
             first = connection.scalar(revisions.insert().returning(revisions.c.id), values)
             latest = {"policy_id": made.id, "name": LATEST, "revision_id": first, "version": 1, "updated_at": at}
-            connection.execute(aliases.insert(), latest)
+            connection.execute(aliases.insert(), latest | {"checksum": alias_checksum(made.id, LATEST, 1, 1, begin.digest)})
             mine = policy_table.update().where(policy_table.c.id == made.id)
             connection.execute(mine.values(parent_revision=begin.id, last_number=1))
             fields = {"alias": LATEST, "after": 1, "version": 1, "under": 0}
@@ -203,6 +206,7 @@ def commit(
                 "state": "live",
                 "created_at": max(author.now, policy.touched_at),
                 "sampling": export.sampling,
+                "checksum": revision_checksum(policy.id, policy.last_number, export.digest, schema_digest(export.schema)),
             }
     if new:
         insert = revisions.insert().returning(revisions.c.id, sort_by_parameter_order=True)
@@ -238,6 +242,7 @@ def _locked_policies(
         made = _select_policies(connection, dict.fromkeys(missing))
         owners |= made
         new = [policy for policy in made.values() if policy.id in mine]
+        policies.seal(connection, [(policy.id, policy.tenant, policy.name) for policy in new])
         audit.append(connection, *(audit.row(author, "create", policy, policies.creation(policy, None)) for policy in new))
     for policy in owners.values():
         if policy.state != "active":
@@ -292,6 +297,7 @@ def _advance_latest(connection: sa.Connection, author: Author, made: list[tuple[
         }
         entries.append(audit.row(author, "export", policy, {"digest": revision.digest.hex(), "step": revision.step}, **fields))
         policy.latest_id, policy.latest_number, policy.latest_version = revision.id, revision.number, policy.latest_version + 1
+        policy.latest_digest = revision.digest
         touched[policy.id] = policy
     if not touched:
         return
@@ -307,10 +313,17 @@ def _upsert_latest(connection: sa.Connection, touched: dict[int, Any], at: dict[
     insert = dialect_insert(connection, aliases)
     insert = insert.on_conflict_do_update(
         index_elements=["policy_id", "name"],
-        set_={name: insert.excluded[name] for name in ("revision_id", "version", "updated_at")},
+        set_={name: insert.excluded[name] for name in ("revision_id", "version", "updated_at", "checksum")},
     )
     rows = [
-        {"policy_id": number, "name": LATEST, "revision_id": p.latest_id, "version": p.latest_version, "updated_at": at[number]}
+        {
+            "policy_id": number,
+            "name": LATEST,
+            "revision_id": p.latest_id,
+            "version": p.latest_version,
+            "updated_at": at[number],
+            "checksum": alias_checksum(number, LATEST, p.latest_version, p.latest_number, p.latest_digest),
+        }
         for number, p in touched.items()
     ]
     connection.execute(insert, rows)

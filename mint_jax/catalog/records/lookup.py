@@ -1,14 +1,11 @@
-"""From a name to bytes: one indexed statement each, written once, cached in compiled form by SQLAlchemy.
+"""From a name to bytes: one plain join each, written once, cached in compiled form by SQLAlchemy.
 
-A flipped bit in an index of SQLite's file lets a statement find another row than the one asked for, with nothing to show
-it by: SQLite takes the columns of the key from the index. So each statement reads the rows a second time by their ids and
-compares, holds an alias against its last move in the audit log, and a schema's text against its digest. Bytes need none of
-that: their digest is verified when they are read. It costs 29 microseconds of a lookup's 52 (SQLite, 20,000 policies); the plain
-join alone gives another policy's revision after one flipped bit, and the bytes of that are whole.
+The rows' checksums (``tables``) and the schema's digest are compared with what was found: without them, one flipped bit in
+an index gives another policy's revision, and the bytes of that are whole. Bytes need no checksum here: their digest is
+verified when they are read.
 """
 
 import dataclasses
-import json
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -19,42 +16,47 @@ from mint_jax.catalog.records.database import chunks
 from mint_jax.catalog.records.names import RevisionName, digest_range, full_name, parse_policy, parse_revision
 from mint_jax.catalog.records.payload_rows import place_of
 from mint_jax.catalog.records.policies import Policies, find
-from mint_jax.catalog.records.tables import aliases, audit, packs, payloads, policies, revisions, schemas
+from mint_jax.catalog.records.tables import (
+    alias_checksum,
+    aliases,
+    packs,
+    payloads,
+    policies,
+    policy_checksum,
+    revision_checksum,
+    revisions,
+    schemas,
+)
 from mint_jax.catalog.storage.payloads import PackDamaged, PackMissing, Place
 from mint_jax.errors import UserError
 
-_ROW, _OWNER = revisions.alias("row"), policies.alias("owner")  # the same rows, not through an index
 _COLUMNS = (
     policies.c.tenant,
     policies.c.name,
     policies.c.state.label("policy_state"),
+    policies.c.id.label("owner"),
+    policies.c.checksum.label("policy_checksum"),
     revisions.c.id,
+    revisions.c.policy_id,
     revisions.c.number,
     revisions.c.digest,
     revisions.c.state,
+    revisions.c.checksum.label("revision_checksum"),
     packs.c.name.label("pack"),
     payloads.c.offset,
     payloads.c.length,
     payloads.c.finite,
     schemas.c.json,
     schemas.c.digest.label("schema_digest"),
-    (revisions.c.policy_id == _ROW.c.policy_id).label("same_policy"),
-    _ROW.c.number.label("row_number"),
-    _ROW.c.digest.label("row_digest"),
-    _OWNER.c.tenant.label("row_tenant"),
-    _OWNER.c.name.label("row_name"),
 )
 _REVISIONS = (
     sa.join(policies, revisions, revisions.c.policy_id == policies.c.id)
     .join(payloads, revisions.c.digest == payloads.c.digest)
     .join(packs, payloads.c.pack_id == packs.c.id)
     .join(schemas, payloads.c.schema_id == schemas.c.id)
-    .join(_ROW, _ROW.c.id == revisions.c.id)
-    .join(_OWNER, _OWNER.c.id == policies.c.id)
 )
-_MOVE = sa.and_(audit.c.policy_id == aliases.c.policy_id, audit.c.alias == aliases.c.name, audit.c.version == aliases.c.version)
-_ALIASED = _REVISIONS.join(aliases, aliases.c.revision_id == revisions.c.id).outerjoin(audit, _MOVE)
-_MOVED = (audit.c.after, audit.c.details)
+_ALIASED = _REVISIONS.join(aliases, aliases.c.revision_id == revisions.c.id)
+_MOVED = (aliases.c.version, aliases.c.checksum.label("alias_checksum"))
 
 _NAMED = sa.and_(policies.c.tenant == sa.bindparam("tenant"), policies.c.name == sa.bindparam("policy"))
 _BY_ALIAS = (
@@ -196,15 +198,13 @@ def _resolve_many(connection: sa.Connection, named: list[RevisionName], texts: S
 
 def _resolved(connection: sa.Connection, row: sa.Row, alias: str | None) -> Resolved:
     named = full_name(row.tenant, row.name)
-    if (row.row_tenant, row.row_name, row.row_number, row.row_digest) != (
-        row.tenant,
-        row.name,
-        row.number,
-        row.digest,
-    ) or not row.same_policy:
-        raise damaged(connection, f"revision {named}@{row.number} is another one in its index than in its table")
-    if alias is not None and (row.after != row.number or not _tells(row.details, row.digest.hex())):
-        raise damaged(connection, f"alias {named}@{alias} is not where its last move in the audit log left it")
+    if row.policy_checksum != policy_checksum(row.owner, row.tenant, row.name):
+        raise damaged(connection, f"policy {named} is not what its checksum says")
+    expected = revision_checksum(row.policy_id, row.number, row.digest, row.schema_digest)
+    if row.policy_id != row.owner or row.revision_checksum != expected:
+        raise damaged(connection, f"revision {named}@{row.number} is not what its checksum says")
+    if alias is not None and row.alias_checksum != alias_checksum(row.policy_id, alias, row.version, row.number, row.digest):
+        raise damaged(connection, f"alias {named}@{alias} is not what its checksum says")
     if schema_digest(row.json) != row.schema_digest:
         raise damaged(connection, f"the schema of revision {named}@{row.number} is not what its digest says")
     if row.policy_state != "active":
@@ -212,13 +212,6 @@ def _resolved(connection: sa.Connection, row: sa.Row, alias: str | None) -> Reso
     if row.state != "live":
         raise UserError(f"revision {named}@{row.number} is retired: restore it first, or choose another")
     return Resolved(named, row.number, row.digest.hex(), Place(row.pack, row.offset, row.length), row.json, row.id, bool(row.finite))
-
-
-def _tells(details: str, digest: str) -> bool:
-    try:
-        return json.loads(details).get("digest") == digest
-    except (ValueError, AttributeError):
-        return False
 
 
 def damaged(connection: sa.Connection, what: str) -> UserError:

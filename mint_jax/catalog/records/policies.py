@@ -5,7 +5,7 @@ import getpass
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
@@ -16,12 +16,13 @@ from mint_jax.catalog.records import audit, names
 from mint_jax.catalog.records.audit import Author
 from mint_jax.catalog.records.database import Database, chunks, insert_new
 from mint_jax.catalog.records.names import full_name
-from mint_jax.catalog.records.tables import policies, revisions, schemas, tags
+from mint_jax.catalog.records.tables import policies, policy_checksum, revisions, schemas, tags
 from mint_jax.catalog.storage.payloads import PayloadStore
 from mint_jax.errors import UserError
 
 T = TypeVar("T")
 DELETED = "deleted"
+_SEAL = policies.update().where(policies.c.id == sa.bindparam("of")).values(checksum=sa.bindparam("sum"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,12 +220,20 @@ def create(connection: sa.Connection, author: Author, tenant: str, name: str, sc
         raise UserError(f"policy {full_name(tenant, name)!r} exists already: choose another name")
     try:
         with connection.begin_nested():
-            connection.execute(policies.insert(), new_row(author, tenant, name, schema, schema_id, keep_last))
+            values = new_row(author, tenant, name, schema, schema_id, keep_last)
+            made_id = connection.execute(policies.insert().returning(policies.c.id), values).scalar_one()
     except exc.IntegrityError:  # made by another process in this moment
         raise UserError(f"policy {full_name(tenant, name)!r} exists already: choose another name") from None
+    seal(connection, [(made_id, tenant, name)])
     made = lock(connection, tenant, name)
     audit.append(connection, audit.row(author, "create", made, creation(made, keep_last)))
     return made
+
+
+def seal(connection: sa.Connection, made: Sequence[tuple[int, str, str]]) -> None:
+    """Enters the checksums of new policies: id, tenant and name of each."""
+    rows = [{"of": number, "sum": policy_checksum(number, tenant, name)} for number, tenant, name in made]
+    connection.execute(_SEAL, rows)
 
 
 def creation(policy: Any, keep_last: int | None) -> dict[str, Any]:
@@ -272,6 +281,8 @@ def refuse_trained(author: Author, policy: Any) -> None:
 def touch(connection: sa.Connection, author: Author, policy: Any, **changes: Any) -> None:
     """Changes columns of a locked policy and stamps it."""
     changes["touched_at"] = max(author.now, policy.touched_at)
+    if "name" in changes:
+        changes["checksum"] = policy_checksum(policy.id, policy.tenant, changes["name"])
     connection.execute(policies.update().where(policies.c.id == policy.id).values(**changes))
 
 

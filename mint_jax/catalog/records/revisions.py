@@ -1,17 +1,21 @@
-"""Revisions of a policy: found, listed, retired, pinned."""
+"""Revisions of a policy: found, listed, retired, pinned. And tags: labels ``key=value`` of policies and revisions."""
 
 import dataclasses
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import sqlalchemy as sa
 
 from mint_jax.catalog.records import audit, names
 from mint_jax.catalog.records.audit import Author
+from mint_jax.catalog.records.database import chunks
 from mint_jax.catalog.records.names import full_name
-from mint_jax.catalog.records.policies import Policies, touch
-from mint_jax.catalog.records.tables import aliases, payloads, revisions
+from mint_jax.catalog.records.policies import Policies, PolicyRecord, touch
+from mint_jax.catalog.records.tables import aliases, payloads, revisions, tags
 from mint_jax.errors import UserError
+
+LONGEST = 400  # characters of a value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +42,7 @@ class Revision:
 
 
 class Revisions(Policies):
-    """Looks at revisions and keeps them, or takes them out of use."""
+    """Looks at revisions and keeps them, or takes them out of use; sets and shows tags."""
 
     def revisions(self, policy: str, after: int = 0, limit: int = 1000) -> list[Revision]:
         """A page of a policy's revisions by number."""
@@ -93,6 +97,53 @@ class Revisions(Policies):
             audit.append(connection, audit.row(author, "pin" if pinned else "unpin", row, details, before=found.number))
 
         self._change(policy, body, by, why)
+
+    def tag(self, name: str, changes: Mapping[str, str | None], *, by: str | None = None, why: str = "") -> dict[str, str]:
+        """Sets tags of a policy (``policy``) or of a revision (``policy@…``), and returns all that it has then.
+
+        Args:
+            changes: values by key; None removes a tag.
+
+        Raises:
+            UserError: a key or a value that cannot be kept, or an unknown policy or revision.
+        """
+        wanted = {names.clean("tag", key): None if value is None else _value(key, value) for key, value in changes.items()}
+        policy, at, which = name.partition("@")
+
+        def body(connection: sa.Connection, author: Author, row: sa.Row) -> dict[str, str]:
+            number = find_revision(connection, row, which).number if at else 0
+            before = _of(connection, row, number)
+            changed = {key: value for key, value in sorted(wanted.items()) if before.get(key) != value}
+            if not changed:
+                return before
+            mine = (tags.c.policy_id == row.id, tags.c.number == number)
+            connection.execute(tags.delete().where(*mine, tags.c.key.in_(list(changed))))
+            rows = [{"policy_id": row.id, "number": number, "key": k, "value": v} for k, v in changed.items() if v is not None]
+            if rows:
+                connection.execute(tags.insert(), rows)
+            touch(connection, author, row)
+            audit.append(connection, audit.row(author, "tag", row, {"tags": changed}, before=number or None))
+            return _of(connection, row, number)
+
+        return self._change(policy, body, by, why)
+
+    def tags(self, name: str) -> dict[str, str]:
+        """Tags of a policy or of a revision, by key."""
+        policy, at, which = name.partition("@")
+
+        def body(connection: sa.Connection, row: sa.Row) -> dict[str, str]:
+            return _of(connection, row, find_revision(connection, row, which).number if at else 0)
+
+        return self._look(policy, body)
+
+    def tags_of(self, records: Sequence[PolicyRecord]) -> dict[str, dict[str, str]]:
+        """Tags of many policies, by their full names."""
+        found: dict[int, dict[str, str]] = {one.id: {} for one in records}
+        for some in chunks(list(found)):
+            query = sa.select(tags).where(tags.c.policy_id.in_(some), tags.c.number == 0).order_by(tags.c.key)
+            for row in self.database.read(lambda c, query=query: c.execute(query).all()):
+                found[row.policy_id][row.key] = row.value
+        return {one.policy: found[one.id] for one in records}
 
 
 def _revisions(policy: sa.Row) -> sa.Select:
@@ -176,3 +227,15 @@ def _set_revision_state(connection: sa.Connection, author: Author, policy: sa.Ro
     touch(connection, author, policy)
     action = "retire revision" if state == "retired" else "restore revision"
     audit.append(connection, audit.row(author, action, policy, {"digest": row.digest.hex()}, before=row.number))
+
+
+def _of(connection: sa.Connection, policy: sa.Row, number: int) -> dict[str, str]:
+    query = sa.select(tags.c.key, tags.c.value).where(tags.c.policy_id == policy.id, tags.c.number == number)
+    return dict(connection.execute(query.order_by(tags.c.key)).tuples().all())
+
+
+def _value(key: str, value: str) -> str:
+    names.note(f"value of tag {key[:40]!r}", value, LONGEST)
+    if not value:
+        raise UserError(f"the value of tag {key[:40]!r} is empty: give a text, or remove the tag")
+    return value

@@ -5,11 +5,17 @@ compared byte by byte in both (PostgreSQL would otherwise order them by its loca
 
 A revision is known inside its policy by ``number`` (1, 2, …), which is never given twice; the audit log names revisions by
 it, so the log still reads after retention has removed a row.
+
+The rows that a name leads through carry a checksum. A flipped bit in an index of SQLite's file lets a statement find another
+row than the one asked for, with nothing to show it by: SQLite takes the columns of the key from the index. The checksum is
+in no index, so the row that was found says whose it is.
 """
+
+import zlib
 
 import sqlalchemy as sa
 
-HEAD = "0005"  # the newest migration: databases behind it are upgraded when opened, ones ahead are refused
+HEAD = "0006"  # the newest migration: databases behind it are upgraded when opened, ones ahead are refused
 VERSION_TABLE = "catalog_version"
 
 metadata = sa.MetaData()
@@ -69,6 +75,7 @@ policies = sa.Table(
     sa.Column("session_expires", _Time),
     sa.Column("session_seconds", _Time),
     sa.Column("session_revision", sa.Integer),  # number of the revision it started from
+    sa.Column("checksum", sa.BigInteger),  # policy_checksum
     sa.UniqueConstraint("tenant", "name"),
 )
 
@@ -107,6 +114,7 @@ revisions = sa.Table(
     sa.Column("state", sa.String, nullable=False),  # live | retired
     sa.Column("created_at", _Time, nullable=False),
     sa.Column("sampling", sa.Text),  # JSON: how training drew its rollouts; null: it drew none, or the exporter did not say
+    sa.Column("checksum", sa.BigInteger),  # revision_checksum
     sa.UniqueConstraint("policy_id", "number"),
     sa.Index("revisions_digest", "digest", "policy_id"),
 )
@@ -119,6 +127,7 @@ aliases = sa.Table(
     sa.Column("revision_id", _Id, sa.ForeignKey("revisions.id"), nullable=False, index=True),
     sa.Column("version", sa.Integer, nullable=False),  # moves so far
     sa.Column("updated_at", _Time, nullable=False),
+    sa.Column("checksum", sa.BigInteger),  # alias_checksum
 )
 
 tags = sa.Table(
@@ -217,3 +226,18 @@ leases = sa.Table(
     sa.Column("owner", sa.String, nullable=False),
     sa.Column("expires_at", _Time, nullable=False, index=True),
 )
+
+
+def policy_checksum(policy_id: int, tenant: str, name: str) -> int:
+    """Of a policy's row: who it is."""
+    return zlib.crc32(f"{policy_id}/{tenant}/{name}".encode())
+
+
+def revision_checksum(policy_id: int, number: int, digest: bytes, schema_digest: bytes) -> int:
+    """Of a revision's row: which revision of which policy it is, its bytes and their schema."""
+    return zlib.crc32(f"{policy_id}@{number}/{digest.hex()}/{schema_digest.hex()}".encode())
+
+
+def alias_checksum(policy_id: int, name: str, version: int, number: int, digest: bytes) -> int:
+    """Of an alias's row: its last move, and the revision that it then named."""
+    return zlib.crc32(f"{policy_id}@{name}/{version}/{number}/{digest.hex()}".encode())

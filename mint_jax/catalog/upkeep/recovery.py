@@ -1,7 +1,11 @@
-"""Recovery: adapters that lie in packs and that no record names, as after a database was lost, become revisions again.
+"""What was lost and what comes back.
 
-A pack lists its objects and an object what adapter it is, but not whose: names, aliases and scores are the database's
-alone. So each gets a policy of its own, named by its digest, to be looked at, branched and promoted.
+Commits that a database has lost are recorded in the audit log when it is next opened, and reported until a user accepts the
+loss.
+
+Adapters that lie in packs and that no record names, as after a database was lost, become revisions again. A pack lists its
+objects and an object what adapter it is, but not whose: names, aliases and scores are the database's alone. So each gets a
+policy of its own, named by its digest, to be looked at, branched and promoted.
 """
 
 import dataclasses
@@ -10,8 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 import sqlalchemy as sa
 
 from mint_jax.catalog.packed import Schema
+from mint_jax.catalog.records import audit
+from mint_jax.catalog.records.audit import Author
 from mint_jax.catalog.records.database import Database, chunks
 from mint_jax.catalog.records.exports import Export, schema_text
+from mint_jax.catalog.records.tables import audit as log
 from mint_jax.catalog.records.tables import payloads
 from mint_jax.catalog.storage.payloads import PackDamaged, PackInfo, PackMissing, PayloadStore, Place
 from mint_jax.errors import UserError
@@ -85,3 +92,37 @@ def _unnamed(database: Database, store: PayloadStore, pack: PackInfo, report: Re
 
 def _known(connection: sa.Connection, digests: Sequence[bytes]) -> set[bytes]:
     return set(connection.scalars(sa.select(payloads.c.digest).where(payloads.c.digest.in_(digests))))
+
+
+_LOST, _ACCEPTED = "lost commits", "accept losses"
+
+
+def record_losses(database: Database, author: Author) -> None:
+    """Enters what the witness knows and the database does not."""
+    if (gone := database.lost()) is None:
+        return
+    last, seen = gone
+    database.write(lambda c: audit.append(c, audit.row(author, _LOST, details={"last": last, "seen": seen})))
+    database.forget_lost()
+
+
+def accept_losses(connection: sa.Connection, author: Author) -> None:
+    """What was lost so far is not reported any more."""
+    audit.append(connection, audit.row(author, _ACCEPTED))
+
+
+def lost_commits(connection: sa.Connection) -> list[str]:
+    """What is lost and not accepted, in words."""
+    lost: list[str] = []
+    query = sa.select(log).where(log.c.action.in_([_LOST, _ACCEPTED]), log.c.policy_id.is_(None)).order_by(log.c.id)
+    for row in connection.execute(query):
+        if row.action == _ACCEPTED:
+            lost = []
+        else:
+            found = audit.details(row)
+            lost.append(
+                f"entries {found['last'] + 1} to {found['seen']} of the audit log were committed and are gone: the database's log was "
+                "damaged, or an older copy was put in its place; restore a backup, or make again what is missing, then "
+                "gc --accept-losses"
+            )
+    return lost

@@ -8,7 +8,7 @@ import sqlalchemy as sa
 from mint_jax.catalog.records.exports import Exports
 from mint_jax.catalog.records.policies import DELETED
 from mint_jax.catalog.records.tables import metadata, packs, payloads, policies, revisions
-from mint_jax.catalog.upkeep import compaction, lost_commits, recovery, sweep, verify
+from mint_jax.catalog.upkeep import collection, recovery, verify
 
 
 class Upkeep(Exports):
@@ -34,8 +34,8 @@ class Upkeep(Exports):
         accept_losses: bool = False,
         by: str | None = None,
         why: str = "",
-        progress: sweep.OnProgress | None = None,
-    ) -> sweep.Report:
+        progress: collection.OnProgress | None = None,
+    ) -> collection.Report:
         """Removes what retention gives up and nothing names, and says what it was.
 
         Args:
@@ -52,16 +52,16 @@ class Upkeep(Exports):
         """
         author = self._author(by, why)
         if accept_losses and not dry_run:
-            self.database.write(lambda c: lost_commits.accept(c, author))
-        report = sweep.collect(self.database, self.store, author, grace_s, operations_s, dry_run, progress)
+            self.database.write(lambda c: recovery.accept_losses(c, author))
+        report = collection.collect(self.database, self.store, author, grace_s, operations_s, dry_run, progress)
         if compact:
-            compaction.compact(self.database, self.store, author, report, progress)
+            collection.compact(self.database, self.store, author, report, progress)
         return report
 
-    def compact(self, *, dry_run: bool = False, by: str | None = None, why: str = "") -> sweep.Report:
+    def compact(self, *, dry_run: bool = False, by: str | None = None, why: str = "") -> collection.Report:
         """Joins small and mostly dead packs; ``gc`` removes the old files after its grace period."""
-        report = sweep.Report(dry_run)
-        compaction.compact(self.database, self.store, self._author(by, why), report)
+        report = collection.Report(dry_run)
+        collection.compact(self.database, self.store, self._author(by, why), report)
         return report
 
     def recover(

@@ -19,12 +19,14 @@ from mint_jax.catalog.records.exports import Export
 from mint_jax.catalog.records.lookup import Resolved
 from mint_jax.catalog.storage.pack_format import FOOTER
 from mint_jax.errors import UserError
-from tests.catalog.adapters import packed
+from tests.catalog.adapters import OTHER, SCHEMA, packed
 from tests.catalog.conftest import execute, same_bytes
 from tests.catalog.postgres import Server
 
 POLICIES = ("p", "q", "lab/p")
-NAMES = [f"{policy}@{which}" for policy in POLICIES for which in (*range(1, 9), "serving", "candidate", "latest")]
+SCHEMAS = {"p": SCHEMA, "q": SCHEMA, "lab/p": OTHER}
+DIGESTS = [digest_of(packed(10 * step + i, SCHEMAS[policy])) for step in range(8) for i, policy in enumerate(POLICIES)]
+NAMES = [f"{policy}@{which}" for policy in POLICIES for which in (*range(1, 9), "serving", "candidate", "latest")] + DIGESTS
 
 
 @pytest.fixture(scope="module")
@@ -38,9 +40,10 @@ def whole(tmp_path_factory):
 
 
 def fill(catalog: Catalog) -> dict[str, Resolved]:
-    """Three policies with eight revisions each; what each name stands for."""
+    """Three policies with eight revisions each, over two bases; what each name stands for."""
     for step in range(8):
-        catalog.export_many([Export(policy, packed(10 * step + i), step) for i, policy in enumerate(POLICIES)], create=True)
+        adapters = [(policy, packed(10 * step + i, SCHEMAS[policy])) for i, policy in enumerate(POLICIES)]
+        catalog.export_many([Export(policy, adapter, step) for policy, adapter in adapters], create=True)
     for policy in POLICIES:
         catalog.promote(policy, 5)
         catalog.promote(policy, 3, "candidate")
@@ -100,6 +103,20 @@ def test_a_flipped_bit_of_the_database_is_never_another_answer(whole, tmp_path, 
         assert found or not refused, f"bit {bit} of byte {at}: {refused} are refused and verify finds nothing"
         noticed += bool(found)
     assert noticed
+
+
+def test_a_flipped_bit_of_the_files_header_is_never_another_answer(whole, tmp_path):
+    """Among others the number of the schema's format: SQLite says "unsupported file format"."""
+    folder, truth = whole
+    shutil.copytree(folder, tmp_path / "catalog")
+    data = (folder / "catalog.db").read_bytes()
+    for at in [*range(16, 24), *range(44, 60)]:  # page size, versions of the format, fractions; formats, encoding
+        for bit in range(8):
+            damaged = bytearray(data)
+            damaged[at] ^= 1 << bit
+            (tmp_path / "catalog" / "catalog.db").write_bytes(damaged)
+            refused, found = look(tmp_path / "catalog", truth)
+            assert found or not refused, f"bit {bit} of byte {at}: {refused} are refused and verify finds nothing"
 
 
 def test_a_payload_that_lies_nowhere_is_found(whole, tmp_path):

@@ -1,22 +1,75 @@
-"""PostgreSQL's indexes against their tables, as SQLite's ``integrity_check`` does it in its file.
+"""What a database may have lost without saying so: SQLite's last commits, and what PostgreSQL's indexes no longer find.
 
-Two passes over each index: in its order, which reads all its leaves, and by the key of every row, which goes down through the
-pages above them. Every page is read that a query could go through, so where the cluster has checksums (the default of
-``initdb`` since PostgreSQL 18, ``--data-checksums`` before) a damaged one is found; without them, a row that an index has lost.
+SQLite's write-ahead log ends, for SQLite, at the first page whose checksum is wrong. A flipped bit or a cut there takes back
+commits that were acknowledged, without a word. So the id of the last entry of the audit log is noted in a file beside the
+database once its commit has returned: a database that has less has lost some. A crash of the machine may leave the note
+behind the database, which proves nothing; it never runs ahead.
+
+PostgreSQL's indexes are held against their tables, as SQLite's ``integrity_check`` does it in its file, in two passes over each
+index: in its order, which reads all its leaves, and by the key of every row, which goes down through the pages above them.
+Every page is read that a query could go through, so where the cluster has checksums (the default of ``initdb`` since
+PostgreSQL 18, ``--data-checksums`` before) a damaged one is found; without them, a row that an index has lost.
 """
 
+import contextlib
+import os
+import struct
+import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import sqlalchemy as sa
 from sqlalchemy import exc
 
 from mint_jax.catalog.records import tables
 
+_NOTE = struct.Struct("<qq")  # the id, and its complement: a note that is half written, or damaged, is none
+
+
+class Witness:
+    """The note beside one database; where it cannot be kept, say in a folder that is read-only, there is none.
+
+    Args:
+        database: the database's file.
+    """
+
+    def __init__(self, database: Path):
+        self._file = -1
+        self._lock = threading.Lock()  # a number that is written to must not be closed, and another file's, meanwhile
+        with contextlib.suppress(OSError):
+            self._file = os.open(database.with_name(database.name + ".seen"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+
+    @property
+    def seen(self) -> int:
+        """The highest id noted; 0 where there is no note."""
+        with contextlib.suppress(OSError, struct.error):
+            last, complement = _NOTE.unpack(os.pread(self._file, _NOTE.size, 0))
+            return last if last == ~complement else 0
+        return 0
+
+    def note(self, last: int) -> None:
+        """Notes that the entry with this id is committed."""
+        if last > self.seen:
+            self.reset(last)
+
+    def reset(self, last: int) -> None:
+        """Notes this id whatever was noted before. Not synced: a system that crashes may forget it, and that is all right."""
+        with self._lock, contextlib.suppress(OSError):  # the commit is made, with or without a note
+            os.pwrite(self._file, _NOTE.pack(last, ~last), 0)
+
+    def close(self) -> None:
+        """Lets go of the file."""
+        with self._lock:
+            if self._file >= 0:
+                os.close(self._file)
+            self._file = -1
+
+
 _WAYS = ("seqscan", "bitmapscan", "indexscan", "indexonlyscan", "sort", "incremental_sort", "hashjoin", "mergejoin", "material", "memoize")
 _THROUGH_INDEXES = ("indexscan", "indexonlyscan")
 
 
-def damage(engine: sa.Engine) -> Iterator[str]:
+def index_damage(engine: sa.Engine) -> Iterator[str]:
     """What is wrong, in words, index by index; each is looked at in one snapshot, so writers may go on."""
     for table in tables.metadata.sorted_tables:
         for name, columns in _indexes(table):
