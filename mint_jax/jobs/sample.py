@@ -1,7 +1,8 @@
 """Completions of given prompts: JSONL in, JSONL out, base and adapters mixed in one batch.
 
 A line is ``{"prompt": "text"}``, ``{"messages": [...]}`` or ``{"tokens": [...]}``, with an optional ``id``, ``adapter`` (a PEFT
-directory, or a revision of ``config.catalog``) and any setting of ``config.sampling`` in place of its default. A result is ``{"id",
+directory, or a revision of ``config.catalog``), any setting of ``config.sampling`` in place of its default, and ``logit_bias``, what
+is added to logits by token id, ``{"17": -100}``. A result is ``{"id",
 "prompt_tokens", "revision", "completions": [{"tokens", "logprobs", "text", "finish"}]}``, in the order of the input; ``revision`` is
 the digest of the adapter that drew the tokens, null for the bare base. More adapters than ``config.slots`` take turns. A run that was
 interrupted is resumed by the same command; see ``output``.
@@ -30,10 +31,15 @@ SETTINGS = {  # per-line settings and their types
     "top_k": (int,),
     "top_p": (int, float),
     "min_p": (int, float),
+    "repetition_penalty": (int, float),
+    "frequency_penalty": (int, float),
+    "presence_penalty": (int, float),
+    "ignore_eos": (bool,),
     "seed": (int,),
     "n": (int,),
     "stop": (str, list, tuple),
     "stop_ids": (list, tuple),
+    "logit_bias": (dict,),
 }
 
 
@@ -45,6 +51,9 @@ class Sampling:
         max_tokens: new tokens at most.
         temperature: 0 is greedy.
         top_k, top_p, min_p: filters, see ``rollout.sample.SamplingParams``.
+        repetition_penalty: divides logits above 0, and multiplies others, of all tokens of prompt and completion; 1: none.
+        frequency_penalty, presence_penalty: subtracted from the logit of a token for each time that the completion has it, and once.
+        ignore_eos: go on behind the checkpoint's end tokens.
         seed: completion i uses seed + i; the same seed gives the same tokens in any batch.
         n: completions of a line.
         stop: strings that end a completion.
@@ -56,6 +65,10 @@ class Sampling:
     top_k: Natural = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    ignore_eos: bool = False
     seed: int = 0
     n: Count = 1
     stop: tuple[str, ...] = ()
@@ -89,12 +102,19 @@ def request_of(base: Base, row: dict[str, Any], defaults: dict[str, Any], where:
     settings = {name: value for given in (defaults, row) for name, value in given.items() if name in SETTINGS}
     for name, value in settings.items():
         wanted = SETTINGS[name]
-        if not isinstance(value, wanted) or isinstance(value, bool):
+        if not isinstance(value, wanted) or (isinstance(value, bool) and bool not in wanted):
             raise UserError(f"{where}: {name} is {value!r}; expected {' or '.join(t.__name__ for t in wanted)}")
-    ends = base.tokenizer.eos_ids if base.tokenizer is not None else ()
+    ends = () if settings.pop("ignore_eos", False) or base.tokenizer is None else base.tokenizer.eos_ids
+    settings["logit_bias"] = tuple(_bias(where, *one) for one in settings.get("logit_bias", {}).items())
     settings["stop_ids"] = (*settings.get("stop_ids", ()), *ends)
     settings["stop"] = tuple([settings["stop"]] if isinstance(settings.get("stop"), str) else settings.get("stop", ()))
     return Request(prompt=tuple(_prompt(base, row, where)), **settings)
+
+
+def _bias(where: str, token: str, bias: Any) -> tuple[int, float]:
+    if not token.isdecimal() or isinstance(bias, bool) or not isinstance(bias, int | float):
+        raise UserError(f'{where}: logit_bias has {token!r}: {bias!r}; expected numbers by token id, as in {{"17": -100}}')
+    return int(token), float(bias)
 
 
 def _prompt(base: Base, row: dict[str, Any], where: str) -> list[int]:

@@ -5,6 +5,7 @@ takes its place behind the same two types and the same ``generate`` method.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -12,13 +13,13 @@ import jax
 import numpy as np
 
 from mint_jax import multihost
-from mint_jax.data.buckets import ShapeBook
+from mint_jax.data.buckets import ShapeBook, round_up
 from mint_jax.errors import UserError
 from mint_jax.lora.blocks import bind_blocks, plan_blocks
 from mint_jax.lora.tree import Slot, Stacks, check_resident
 from mint_jax.models.base import Base
 from mint_jax.rollout import generate as program
-from mint_jax.rollout.sample import SamplingParams
+from mint_jax.rollout.sample import Penalties, SamplingParams
 
 # Tokens between two looks of the host: at stop strings, which only text shows, and at what else it has to do between steps. A look
 # waits for the device and reads back all tokens; between looks up to 15 tokens are drawn in vain behind a stop string, and cut off.
@@ -35,6 +36,8 @@ class Request:
         n: completions wanted.
         max_tokens: new tokens at most.
         temperature, top_k, top_p, min_p: see ``SamplingParams``.
+        repetition_penalty, frequency_penalty, presence_penalty: see ``rollout.sample.Penalties``.
+        logit_bias: (token id, what is added to its logit), each id once.
         seed: completion i uses ``seed + i``; the same seed gives the same tokens in any batch.
         stop_ids: token ids that end a completion; the id itself is kept.
         stop: strings that end a completion: its text ends before the string, its tokens with the one completing it. One that is a
@@ -50,10 +53,19 @@ class Request:
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
     stop_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     revision: str | None = None
+
+    @property
+    def penalised(self) -> bool:
+        """Whether anything changes its logits before temperature and filters."""
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty, self.logit_bias) != (1, 0, 0, ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +74,9 @@ class Completion:
 
     Attributes:
         tokens: ids, including a final stop id.
-        logprobs: float32, one a token, under the model itself (temperature 1, no filter).
-        drawn_logprobs: those under the distribution that drew the tokens, temperature and filters included; ``logprobs`` where neither
-            changes anything, and in greedy decoding.
+        logprobs: float32, one a token, under the model itself (temperature 1, no filter, no penalty).
+        drawn_logprobs: those under the distribution that drew the tokens, temperature, filters and penalties included; ``logprobs``
+            where none changes anything, and in greedy decoding.
         finish: ``stop`` or ``length``.
         text: decoded text before a stop string; None without a tokenizer.
         routes: the experts that the input before each token visited, ``[tokens, L, X]``; None unless the engine records them.
@@ -200,6 +212,17 @@ class DenseEngine:
         if min(request.prompt) < 0 or max(request.prompt) >= vocab:
             wrong = next(token for token in request.prompt if not 0 <= token < vocab)
             raise UserError(f"a prompt has token id {wrong}; this base has ids 0 to {vocab - 1}")
+        penalties = request.repetition_penalty, request.frequency_penalty, request.presence_penalty
+        if not (all(map(math.isfinite, penalties)) and request.repetition_penalty > 0):
+            raise UserError(
+                f"repetition_penalty {penalties[0]}, frequency_penalty {penalties[1]}, presence_penalty {penalties[2]}: expected finite "
+                "numbers, the first above 0 (1: none)"
+            )
+        for token, bias in request.logit_bias:
+            if not (isinstance(token, int) and 0 <= token < vocab and math.isfinite(bias)):
+                raise UserError(f"logit_bias has {bias} for token {token!r}; expected a finite number for one of the ids 0 to {vocab - 1}")
+        if len({token for token, _ in request.logit_bias}) < len(request.logit_bias):
+            raise UserError(f"logit_bias names a token twice: {request.logit_bias}; give each id once")
         if not 0 <= request.seed < 2**32:
             raise UserError(f"seed is {request.seed}; expected 0 to {2**32 - 1}")
         if wrong := [i for i in request.stop_ids if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < 2**31]:
@@ -338,5 +361,14 @@ def _arrays(order: Sequence[Request | None], rollouts: int, length: int) -> tupl
         min_p=column(np.float32, (r.min_p for r in rows)),
         seed=column(np.uint32, ((r.seed + k % rollouts) & 0xFFFFFFFF for k, r in enumerate(rows))),
     )
-    limits = program.Limits(column(np.int32, (r.max_tokens for r in rows)), stop_ids)  # type: ignore[arg-type]
+    penalties = None
+    if any(r.penalised for r in rows):
+        bias_ids = np.full((len(rows), round_up(max(1, max(len(r.logit_bias) for r in rows)))), -1, np.int32)
+        bias = np.zeros(bias_ids.shape, np.float32)
+        for row, request in enumerate(rows):
+            if request.logit_bias:
+                bias_ids[row, : len(request.logit_bias)], bias[row, : len(request.logit_bias)] = zip(*request.logit_bias)
+        names = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+        penalties = Penalties(*(column(np.float32, (getattr(r, name) for r in rows)) for name in names), bias_ids, bias)  # type: ignore[arg-type]
+    limits = program.Limits(column(np.int32, (r.max_tokens for r in rows)), stop_ids, penalties)  # type: ignore[arg-type]
     return prompts, column(np.int32, (len(r.prompt) for r in filled)), sampling, limits

@@ -21,19 +21,21 @@ from mint_jax.lora.apply import BoundAdapters
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.precision import as_stored
 from mint_jax.models.transformer import Inputs, hidden_states, logits
-from mint_jax.rollout.sample import SamplingParams, sample
+from mint_jax.rollout.sample import Penalties, SamplingParams, penalised, sample
 
 
 class Limits(NamedTuple):
-    """Per-row stopping rules.
+    """Per-row stopping rules, and penalties.
 
     Attributes:
         max_tokens: ``[B]`` int32.
         stop_ids: ``[B, n]`` int32, padded with -1; a row that draws one is done, and the token is kept.
+        penalties: of the rows' logits; None where no row has any: counting what was drawn is a pass over the vocabulary.
     """
 
     max_tokens: jax.Array
     stop_ids: jax.Array
+    penalties: Penalties | None = None
 
 
 @struct.dataclass
@@ -48,6 +50,7 @@ class Decoding:
         stopped: ``[B]`` bool: done by a stop id rather than by its length.
         cache: ``{"dense": {"k": [L, B, K, C, H], "v": ...}}`` of the new tokens, or what else the attention caches.
         routes: experts of the new tokens, ``[L, B, C, X]`` in ``route_dtype``; None unless asked for.
+        prompt_tokens: ``[Q, V]`` bool, which tokens a prompt has; None without penalties.
     """
 
     step: jax.Array
@@ -59,6 +62,7 @@ class Decoding:
     stopped: jax.Array
     cache: Any
     routes: jax.Array | None = None
+    prompt_tokens: jax.Array | None = None
 
 
 def route_dtype(cfg: ModelConfig) -> Any:
@@ -127,13 +131,25 @@ def prefill(
         stopped=jnp.zeros((rows,), bool),
         cache=placed(jax.tree.map(blank, prompt_cache)),
         routes=None if prompt_routes is None else blank(prompt_routes),
+        prompt_tokens=None if limits.penalties is None else _tokens_of(prompts_QT, lengths_Q, cfg.vocab_size),
     )
     return prompt_cache, _draw(state, first, sampling, limits), prompt_routes
 
 
+def _tokens_of(prompts_QT: jax.Array, lengths_Q: jax.Array, vocab: int) -> jax.Array:
+    Q, T = prompts_QT.shape
+    ids = jnp.where(jnp.arange(T)[None] < lengths_Q[:, None], prompts_QT, vocab)
+    return jnp.zeros((Q, vocab), bool).at[jnp.arange(Q)[:, None], ids].set(True, mode="drop")
+
+
 def _draw(state: Decoding, logits_BV: jax.Array, sampling: SamplingParams, limits: Limits) -> Decoding:
     """Draws the next token of every row that is not done."""
-    token, logprob, drawn = sample(logits_BV, sampling, state.step)
+    changed_BV = None
+    if limits.penalties is not None:
+        assert state.prompt_tokens is not None
+        prompt_BV = jnp.repeat(state.prompt_tokens, logits_BV.shape[0] // state.prompt_tokens.shape[0], axis=0)
+        changed_BV = penalised(logits_BV, limits.penalties, prompt_BV, state.tokens, state.lengths)
+    token, logprob, drawn = sample(logits_BV, sampling, state.step, changed_BV)
     # Rows that are done go on being computed, since shapes are fixed, and nothing of theirs is kept.
     live = ~state.done
     hit = jnp.any(token[:, None] == limits.stop_ids, axis=-1) & live

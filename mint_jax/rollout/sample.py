@@ -8,9 +8,9 @@ exp(-G)`` exponential, the rule needs one logarithm, a token that a filter remov
 float32 ``u`` ends at 16.6 and is coarse long before.
 
 Filters are applied in this order, each on what the one before kept: temperature, top-k, top-p, min-p. Ties at the edge
-of a filter are kept.
+of a filter are kept. Before all of them come what ``penalised`` does: biases, then the three penalties.
 
-Axes: B rows, V vocab.
+Axes: B rows, V vocab, C tokens drawn so far, n biases of a row.
 """
 
 from typing import NamedTuple
@@ -38,12 +38,52 @@ class SamplingParams(NamedTuple):
     seed: jax.Array
 
 
-def sample(logits_BV: jax.Array, params: SamplingParams, position: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+class Penalties(NamedTuple):
+    """Per-row changes of logits by the tokens that were there before, and by token.
+
+    Attributes:
+        repetition: ``[B]``; of every token of the prompt or drawn, a logit above 0 is divided by it and one below multiplied: CTRL
+            (Keskar et al. 2019, arXiv:1909.05858, section 4.1), as transformers has it. 1: none.
+        frequency: ``[B]``; subtracted once for each time that a token was drawn, as OpenAI's API has it.
+        presence: ``[B]``; subtracted once where a token was drawn at all.
+        bias_ids, bias: ``[B, n]``; added to the logits of these tokens; ids of -1 are none.
+    """
+
+    repetition: jax.Array
+    frequency: jax.Array
+    presence: jax.Array
+    bias_ids: jax.Array
+    bias: jax.Array
+
+
+def penalised(logits_BV: jax.Array, penalties: Penalties, prompt_BV: jax.Array, tokens_BC: jax.Array, lengths_B: jax.Array) -> jax.Array:
+    """The logits that tokens are drawn from, float32.
+
+    Args:
+        prompt_BV: bool, the tokens of each row's prompt.
+        tokens_BC, lengths_B: drawn so far, and how many.
+    """
+    chex.assert_equal_shape([logits_BV, prompt_BV])
+    chex.assert_equal_shape([penalties.bias_ids, penalties.bias])
+    V, row = logits_BV.shape[1], jnp.arange(logits_BV.shape[0])[:, None]
+    valid_BC = jnp.arange(tokens_BC.shape[1])[None] < lengths_B[:, None]
+    drawn_BV = jnp.zeros(logits_BV.shape, jnp.float32).at[row, tokens_BC].add(valid_BC.astype(jnp.float32))
+    ids = jnp.where(penalties.bias_ids < 0, V, penalties.bias_ids)
+    z_BV = logits_BV.at[row, ids].add(penalties.bias, mode="drop")
+    again = penalties.repetition[:, None]
+    z_BV = jnp.where(prompt_BV | (drawn_BV > 0), jnp.where(z_BV > 0, z_BV / again, z_BV * again), z_BV)
+    return z_BV - penalties.frequency[:, None] * drawn_BV - penalties.presence[:, None] * (drawn_BV > 0)
+
+
+def sample(
+    logits_BV: jax.Array, params: SamplingParams, position: jax.Array, changed_BV: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Draws one token a row.
 
     Args:
         logits_BV: float32. A row with a NaN or plus infinity draws token 0, whose log-probability is not finite.
         position: scalar or ``[B]`` int32, number of the token being drawn; with the seed it names the random draw.
+        changed_BV: what ``penalised`` made of the logits, to be drawn from in their place.
 
     Returns:
         Tokens ``[B]`` int32; their log-probabilities ``[B]`` under the model itself (temperature 1, no filter); and those under the
@@ -52,14 +92,15 @@ def sample(logits_BV: jax.Array, params: SamplingParams, position: jax.Array) ->
     """
     chex.assert_rank(logits_BV, 2)
     chex.assert_shape(list(params), logits_BV.shape[:1])
+    from_BV = logits_BV if changed_BV is None else changed_BV
     hot = params.temperature > 0
-    z_BV = (logits_BV - jnp.max(logits_BV, axis=-1, keepdims=True)) / jnp.where(hot, params.temperature, 1.0)[:, None]
+    z_BV = (from_BV - jnp.max(from_BV, axis=-1, keepdims=True)) / jnp.where(hot, params.temperature, 1.0)[:, None]
     filters = (params.top_k > 0) | (params.top_p < 1) | (params.min_p > 0)
     z_BV = jax.lax.cond(jnp.any(hot & filters), lambda z: _filter(z, params), lambda z: z, z_BV)
     score = jax.lax.cond(jnp.any(hot), lambda z: jnp.exp(z) / _exponential(params.seed, position, z.shape[1]), lambda z: z, z_BV)
-    token = _argmax(jnp.where(hot[:, None], score, logits_BV))
+    token = _argmax(jnp.where(hot[:, None], score, from_BV))
     logprob = _log_softmax_at(logits_BV, token)
-    plain = ~hot | ((params.temperature == 1) & ~filters)
+    plain = ~hot | ((params.temperature == 1) & ~filters & jnp.all(from_BV == logits_BV, axis=-1))
     drawn = jax.lax.cond(jnp.all(plain), lambda _: logprob, lambda z: jnp.where(plain, logprob, _log_softmax_at(z, token)), z_BV)
     return token, logprob, drawn
 

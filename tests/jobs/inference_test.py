@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import signal
 import types
 
@@ -107,6 +108,34 @@ def test_sample_is_greedy_as_torch_and_reports_its_logprobs(hf_dirs, adapters, r
             assert (best[:, -1] - chosen <= ATOL).all()  # the argmax, or a tie within tolerance
             expected = torch_logprobs(hf_dirs("llama"), owner, tokens)[len(prompt) - 1 :]
             np.testing.assert_allclose(c["logprobs"], expected, atol=ATOL)
+
+
+def test_a_lines_penalties_biases_and_ends_are_its_own(hf_dirs, rng, tmp_path):
+    """Greedy: a bias chooses, a penalty forbids a second time, an end token ends where it is not ignored."""
+    prompt = rng.integers(3, 97, 5).tolist()
+    rows = [
+        {"tokens": prompt, "logit_bias": {"17": 1000}},
+        {"tokens": prompt, "logit_bias": {"17": 1000, "18": 900.0}, "presence_penalty": 500},
+        {"tokens": prompt},
+    ]
+    write_lines(tmp_path / "in.jsonl", rows)
+    fields = {"base": str(hf_dirs("llama")), "input": str(tmp_path / "in.jsonl"), "output": str(tmp_path / "out.jsonl")}
+    sample.run(config_of("sample", **fields, max_rows=8, sampling={"max_tokens": 3, "temperature": 0.0}), tmp_path / "work")
+    first, second, plain = [o["completions"][0]["tokens"] for o in read_lines(tmp_path / "out.jsonl")]
+    assert first == [17, 17, 17]
+    assert second == [17, 18, 17]  # by 500 less once it was there, both in the end
+    assert 17 not in plain
+    base = types.SimpleNamespace(tokenizer=types.SimpleNamespace(eos_ids=(2, 9)))
+    assert sample.request_of(base, rows[2], {}, "line 1").stop_ids == (2, 9)
+    assert sample.request_of(base, rows[2] | {"ignore_eos": True, "stop_ids": [5]}, {}, "line 1").stop_ids == (5,)
+    for wrong, says in (
+        ({"logit_bias": {"x": 1}}, "line 1: logit_bias has 'x': 1; expected numbers by token id"),
+        ({"logit_bias": {"1": "a"}}, "logit_bias has '1': 'a'"),
+        ({"ignore_eos": 1}, "ignore_eos is 1; expected bool"),
+        ({"presence_penalty": True}, "presence_penalty is True; expected int or float"),
+    ):
+        with pytest.raises(UserError, match=re.escape(says)):
+            sample.request_of(base, rows[2] | wrong, {}, "line 1")
 
 
 def test_import_then_export_gives_back_the_peft_adapter(hf_dirs, adapters, rng, tmp_path):

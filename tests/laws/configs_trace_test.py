@@ -1,6 +1,7 @@
 """Every config loads as ``launch`` loads it, is locked, builds into dataclasses, and its programs trace at its own shapes."""
 
 import re
+import types
 from pathlib import Path
 
 import jax
@@ -15,7 +16,7 @@ from mint_jax.data.buckets import ShapeBook
 from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.envs import env as env_lib
 from mint_jax.errors import UserError
-from mint_jax.jobs import JOBS, bench, common, dpo, grpo, pretrain, scale_up, settings, sft, supervised
+from mint_jax.jobs import JOBS, bench, common, dpo, grpo, pretrain, sample, scale_up, settings, sft, supervised
 from mint_jax.lora import tree as lora_tree
 from mint_jax.models import base as base_lib
 from mint_jax.models import config as config_lib
@@ -141,7 +142,8 @@ def test_other_configs_build():
             plan = Plan(question.cfg, devices, question.dtype, question.adapter)
             assert len(list(plan.programs(question.train, question.rollout))) == 4
         elif config.job == "sample":
-            Request((1,), **config.sampling)
+            base = types.SimpleNamespace(tokenizer=None)
+            sample.request_of(base, {"tokens": [1]}, dict(config.sampling), name)  # type: ignore[arg-type]
         elif config.job == "pretrain":
             assert config_lib.from_hf({**config.model.to_dict(), "vocab_size": 10}).experts is not None
         else:

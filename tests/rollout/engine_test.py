@@ -218,6 +218,11 @@ def test_no_requests(tiny_base):
         ({"top_p": -0.5}, "top_p"),
         ({"min_p": 1.5}, "min_p"),
         ({"top_k": -1}, "top_k"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty 0.0"),
+        ({"presence_penalty": float("inf")}, "presence_penalty inf"),
+        ({"logit_bias": ((97, 1.0),)}, "logit_bias has 1.0 for token 97; expected a finite number for one of the ids 0 to 96"),
+        ({"logit_bias": ((3, float("nan")),)}, "logit_bias has nan"),
+        ({"logit_bias": ((3, 1.0), (3, 2.0))}, "names a token twice"),
     ],
 )
 def test_bad_requests_are_refused_before_any_runs(tiny_base, bad, message):
@@ -267,3 +272,71 @@ def test_a_stop_string_that_is_a_special_token_ends_a_completion_by_its_id(rng, 
     assert "<end>" not in found.text
     with pytest.raises(UserError, match=r"'<end>!' holds the special token '<end>'.*would never match: stop at '<end>' alone"):
         engine.generate([dataclasses.replace(request, stop=("<end>!",))])
+
+
+def penalised_greedy(model, request: Request, new: int) -> list[int]:
+    """Greedy decoding by transformers' logits, with biases and penalties in float64 as their definitions say."""
+    tokens: list[int] = []
+    for _ in range(new):
+        z = oracles.torch_logits(model, np.array([[*request.prompt, *tokens]]))[0, -1].astype(np.float64)
+        for token, bias in request.logit_bias:
+            z[token] += bias
+        for token in {*request.prompt, *tokens}:
+            z[token] = z[token] / request.repetition_penalty if z[token] > 0 else z[token] * request.repetition_penalty
+        for token in set(tokens):
+            z[token] -= request.frequency_penalty * tokens.count(token) + request.presence_penalty
+        tokens.append(int(z.argmax()))
+    return tokens
+
+
+PENALTIES = [
+    {"repetition_penalty": 1.7},
+    {"frequency_penalty": 0.8},
+    {"presence_penalty": 2.5},
+    {"logit_bias": ((5, 3.0), (90, -2.0), (17, 100.0))},
+    {"repetition_penalty": 1.3, "frequency_penalty": -0.6, "presence_penalty": 1.1, "logit_bias": ((3, 1.5),)},
+    {},
+]
+
+
+def test_penalties_and_biases_of_mixed_rows_are_those_of_their_definitions(rng, tiny_base, hf_dirs):
+    """Rows with and without any in one batch; one alone against transformers' own decoding, which has only that one."""
+    model = oracles.torch_model(hf_dirs("llama"), torch.float64)
+    asked = [Request(p, temperature=0, max_tokens=NEW, **fields) for p, fields in zip(prompts(rng, (4, 16, 8, 1, 11, 8)), PENALTIES)]
+    results = DenseEngine(tiny_base("llama")).generate(asked)
+    changed = 0
+    for request, [c] in zip(asked, results, strict=True):
+        wanted = penalised_greedy(model, request, NEW)
+        differ = next((i for i, (x, y) in enumerate(zip(c.tokens, wanted)) if x != y), NEW)
+        assert differ > NEW // 2 or c.tokens == wanted, "float32 may decide a tie, not the first half of a completion"
+        changed += c.tokens != torch_greedy(model, request.prompt)
+        np.testing.assert_allclose(c.logprobs, torch_logprobs(model, [*request.prompt, *c.tokens])[-NEW:], atol=3e-5)  # of the model itself
+    assert changed >= 4, "they must matter"
+    tokens = torch.tensor([asked[0].prompt])
+    kept = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0, "repetition_penalty": 1.7}
+    theirs = model.generate(tokens, attention_mask=torch.ones_like(tokens), **kept)[0, len(asked[0].prompt) :].tolist()
+    assert theirs == penalised_greedy(model, asked[0], NEW)
+
+
+def test_a_row_with_penalties_changes_no_bit_of_its_neighbours(rng, tiny_base):
+    """Not where they come to a batch that had none, and not where they are as large as floats go."""
+    one, other = prompts(rng, (6, 6))
+    quiet = [Request(one, max_tokens=NEW, seed=7), Request(other, max_tokens=NEW, seed=8)]
+    loud = [dataclasses.replace(quiet[0], frequency_penalty=3e38, logit_bias=((4, -3e38),)), quiet[1]]
+    engine = DenseEngine(tiny_base())
+    [_, [a]], [_, [b]] = engine.generate(quiet), engine.generate(loud)
+    assert (a.tokens, a.logprobs, a.drawn_logprobs) == (b.tokens, b.logprobs, b.drawn_logprobs)
+    assert a.drawn_logprobs == a.logprobs
+
+
+def test_what_was_drawn_has_the_probability_that_it_was_drawn_with(rng, tiny_base, hf_dirs):
+    """``drawn_logprobs`` are under the penalised distribution at its temperature."""
+    model = oracles.torch_model(hf_dirs("llama"), torch.float64)
+    [prompt] = prompts(rng, [9])
+    request = Request(prompt, max_tokens=NEW, seed=3, temperature=0.7, presence_penalty=1.5, logit_bias=((8, 2.0),))
+    [[c]] = DenseEngine(tiny_base("llama")).generate([request])
+    for i, token in enumerate(c.tokens):
+        z = oracles.torch_logits(model, np.array([[*prompt, *c.tokens[:i]]]))[0, -1].astype(np.float64)
+        z[8] += 2.0
+        z[list(set(c.tokens[:i]))] -= 1.5
+        np.testing.assert_allclose(c.drawn_logprobs[i], (z / 0.7 - special.logsumexp(z / 0.7))[token], atol=1e-4)  # 3e-5 over 0.7, twice

@@ -24,7 +24,7 @@ from tests.catalog.adapters import SCHEMA, packed
 KINDS = ("compact", "gc", "export", "export_many", "import_many", "promote", "rollback", "rollout", "branch", "checkpoint", "retire")
 TRASH = "trash"  # keeps its last two revisions; all others keep theirs
 SHARED = "shared"
-_PER_WORKER = 10_000  # values of one worker; float32 counts to 16 million
+_PER_WORKER = 10_000  # values of one worker
 
 
 class Worker:
