@@ -117,6 +117,22 @@ def test_threads_create_the_same_policies(place):
     assert list(catalog.verify()) == []
 
 
+def test_a_policy_that_another_made_between_the_look_and_the_insert_is_exported_to(place, monkeypatch):
+    """The look of the export sees nothing, as before the other's commit; its insert then finds the policy there."""
+    catalog, select, looks = place.open(), exports._select_policies, []
+    catalog.export("p", packed(0), 1, create=True)
+
+    def blind(connection, keys):
+        looks.append(keys)
+        return {} if len(looks) == 1 else select(connection, keys)
+
+    monkeypatch.setattr(exports, "_select_policies", blind)
+    assert catalog.export("p", packed(1), 2, create=True).number == 2
+    assert collections.Counter(entry.action for entry in catalog.audit()) == {"create": 1, "export": 2}
+    assert catalog.resolve("p").number == 2
+    assert list(catalog.verify()) == []
+
+
 def export_all(database: str, payloads: str, worker: int, start, count: int) -> None:
     with Catalog.open(database, payloads, actor=f"worker {worker}") as catalog:
         start.wait(60)

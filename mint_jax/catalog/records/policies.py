@@ -232,8 +232,8 @@ def create(connection: sa.Connection, author: Author, tenant: str, name: str, sc
 
 def seal(connection: sa.Connection, made: Sequence[tuple[int, str, str]]) -> None:
     """Enters the checksums of new policies: id, tenant and name of each."""
-    rows = [{"of": number, "sum": policy_checksum(number, tenant, name)} for number, tenant, name in made]
-    connection.execute(_SEAL, rows)
+    if made:
+        connection.execute(_SEAL, [{"of": number, "sum": policy_checksum(number, tenant, name)} for number, tenant, name in made])
 
 
 def creation(policy: Any, keep_last: int | None) -> dict[str, Any]:
