@@ -2,10 +2,10 @@
 
 A line is ``{"prompt": "text"}``, ``{"messages": [...]}`` or ``{"tokens": [...]}``, with an optional ``id``, ``adapter`` (a PEFT
 directory, or a revision of ``config.catalog``), any setting of ``config.sampling`` in place of its default, and ``logit_bias``, what
-is added to logits by token id, ``{"17": -100}``. A result is ``{"id",
-"prompt_tokens", "revision", "completions": [{"tokens", "logprobs", "text", "finish"}]}``, in the order of the input; ``revision`` is
-the digest of the adapter that drew the tokens, null for the bare base. More adapters than ``config.slots`` take turns. A run that was
-interrupted is resumed by the same command; see ``output``.
+is added to logits by token id, ``{"17": -100}``. A result is ``{"id", "prompt_tokens", "revision", "completions": [{"tokens",
+"logprobs", "text", "finish"}]}``, in the order of the input, with ``top_logprobs`` as lists of [token, log-probability] where a line
+asks for them; ``revision`` is the digest of the adapter that drew the tokens, null for the bare base. More adapters than
+``config.slots`` take turns. A run that was interrupted is resumed by the same command; see ``output``.
 """
 
 import dataclasses
@@ -35,6 +35,7 @@ SETTINGS = {  # per-line settings and their types
     "frequency_penalty": (int, float),
     "presence_penalty": (int, float),
     "ignore_eos": (bool,),
+    "top_logprobs": (int,),
     "seed": (int,),
     "n": (int,),
     "stop": (str, list, tuple),
@@ -54,6 +55,7 @@ class Sampling:
         repetition_penalty: divides logits above 0, and multiplies others, of all tokens of prompt and completion; 1: none.
         frequency_penalty, presence_penalty: subtracted from the logit of a token for each time that the completion has it, and once.
         ignore_eos: go on behind the checkpoint's end tokens.
+        top_logprobs: of so many of the likeliest tokens at each place the log-probabilities are written too.
         seed: completion i uses seed + i; the same seed gives the same tokens in any batch.
         n: completions of a line.
         stop: strings that end a completion.
@@ -69,6 +71,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     ignore_eos: bool = False
+    top_logprobs: Natural = 0
     seed: int = 0
     n: Count = 1
     stop: tuple[str, ...] = ()
@@ -189,5 +192,9 @@ def _result(row: dict[str, Any], n: int, request: Request, revision: str | None,
         "id": row.get("id", n),
         "prompt_tokens": list(request.prompt),
         "revision": revision,
-        "completions": [{"tokens": c.tokens, "logprobs": c.logprobs, "text": c.text, "finish": c.finish} for c in completions],
+        "completions": [
+            {"tokens": c.tokens, "logprobs": c.logprobs, "text": c.text, "finish": c.finish}
+            | ({} if c.top_logprobs is None else {"top_logprobs": c.top_logprobs})
+            for c in completions
+        ],
     }

@@ -24,6 +24,7 @@ from mint_jax.rollout.sample import Penalties, SamplingParams
 # Tokens between two looks of the host: at stop strings, which only text shows, and at what else it has to do between steps. A look
 # waits for the device and reads back all tokens; between looks up to 15 tokens are drawn in vain behind a stop string, and cut off.
 CHECK_EVERY = 16
+MAX_ALTERNATIVES = 20  # tokens whose log-probabilities are told at each place, as many as OpenAI's API tells
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Request:
         temperature, top_k, top_p, min_p: see ``SamplingParams``.
         repetition_penalty, frequency_penalty, presence_penalty: see ``rollout.sample.Penalties``.
         logit_bias: (token id, what is added to its logit), each id once.
+        top_logprobs: of how many of the likeliest tokens at each place the log-probabilities are wanted.
         seed: completion i uses ``seed + i``; the same seed gives the same tokens in any batch.
         stop_ids: token ids that end a completion; the id itself is kept.
         stop: strings that end a completion: its text ends before the string, its tokens with the one completing it. One that is a
@@ -57,6 +59,7 @@ class Request:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    top_logprobs: int = 0
     seed: int = 0
     stop_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
@@ -82,6 +85,8 @@ class Completion:
         routes: the experts that the input before each token visited, ``[tokens, L, X]``; None unless the engine records them.
         prompt_routes: those of the prompt but its last token, ``[prompt - 1, L, X]``; one array for all samples of a prompt.
         revision: digest of the revision that was sampled, as its request said; None for the bare base.
+        top_logprobs: for each token the (id, log-probability under the model itself) of the likeliest at its place, the likeliest first;
+            None unless asked for.
     """
 
     tokens: list[int]
@@ -92,6 +97,7 @@ class Completion:
     routes: np.ndarray | None = None
     prompt_routes: np.ndarray | None = None
     revision: str | None = None
+    top_logprobs: list[list[tuple[int, float]]] | None = None
 
 
 class _Drawn(NamedTuple):
@@ -103,11 +109,18 @@ class _Drawn(NamedTuple):
     lengths: np.ndarray
     stopped: np.ndarray
     done: np.ndarray
+    top: tuple[np.ndarray, np.ndarray] | None
 
     def row(self, r: int, n: int | None = None) -> tuple[list[int], list[float], list[float]]:
         """The first ``n`` tokens of a row, or all, and their two log-probabilities."""
         kept = slice(0, self.lengths[r] if n is None else n)
         return self.tokens[r, kept].tolist(), self.logprobs[r, kept].tolist(), self.drawn_logprobs[r, kept].tolist()
+
+    def alternatives(self, r: int, n: int, count: int) -> list[list[tuple[int, float]]]:
+        """Of the first ``n`` tokens of a row the ``count`` likeliest at each place."""
+        assert self.top is not None
+        ids, logprobs = (part[r, :n, :count].tolist() for part in self.top)
+        return [list(zip(*pair)) for pair in zip(ids, logprobs)]
 
 
 class _Routes(NamedTuple):
@@ -204,6 +217,8 @@ class DenseEngine:
                 f"temperature {request.temperature}, top_k {request.top_k}, top_p {request.top_p}, min_p {request.min_p}: "
                 "expected temperature >= 0, top_k >= 0 (0: all), 0 < top_p <= 1, 0 <= min_p <= 1"
             )
+        if not 0 <= request.top_logprobs <= MAX_ALTERNATIVES:
+            raise UserError(f"top_logprobs is {request.top_logprobs}; expected 0 to {MAX_ALTERNATIVES}")
         if len(request.prompt) + request.max_tokens > context:
             raise UserError(
                 f"a prompt of {len(request.prompt)} tokens and max_tokens {request.max_tokens} exceed the context of {context}: "
@@ -284,7 +299,13 @@ class DenseEngine:
         lora = bind_blocks(plan, stacks, self.base.dtype)
         args = self.base.params, lora
         with jax.set_mesh(self.base.mesh):
-            sizes = {"rollouts": rollouts, "new_tokens": min(C, self.base.cfg.context), "keep_routes": self.keep_routes}
+            asked = any(r and r.top_logprobs for r in order)
+            sizes = {
+                "rollouts": rollouts,
+                "new_tokens": min(C, self.base.cfg.context),
+                "keep_routes": self.keep_routes,
+                "keep_top": MAX_ALTERNATIVES if asked else 0,  # one program for any number
+            }
             cache, state, prompt_routes = program.prefill(*args, prompts, lengths, sampling, limits, cfg=self.base.cfg, **sizes)
             watching = any(r and r.stop for r in rows)
             steps = np.int32(CHECK_EVERY if watching or between_steps is not None else C)
@@ -335,7 +356,10 @@ class DenseEngine:
     def _completion(self, drawn: _Drawn, row: int, request: Request) -> Completion:
         cut, text = self._cut(drawn.row(row)[0], request)
         finish = "stop" if cut is not None or drawn.stopped[row] else "length"
-        return Completion(*drawn.row(row, cut), finish, text, revision=request.revision)
+        made = Completion(*drawn.row(row, cut), finish, text, revision=request.revision)
+        if not request.top_logprobs:
+            return made
+        return dataclasses.replace(made, top_logprobs=drawn.alternatives(row, len(made.tokens), request.top_logprobs))
 
 
 def _arrays(order: Sequence[Request | None], rollouts: int, length: int) -> tuple[np.ndarray, np.ndarray, SamplingParams, program.Limits]:

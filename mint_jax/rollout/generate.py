@@ -21,7 +21,7 @@ from mint_jax.lora.apply import BoundAdapters
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.precision import as_stored
 from mint_jax.models.transformer import Inputs, hidden_states, logits
-from mint_jax.rollout.sample import Penalties, SamplingParams, penalised, sample
+from mint_jax.rollout.sample import Penalties, SamplingParams, alternatives, penalised, sample
 
 
 class Limits(NamedTuple):
@@ -51,6 +51,7 @@ class Decoding:
         cache: ``{"dense": {"k": [L, B, K, C, H], "v": ...}}`` of the new tokens, or what else the attention caches.
         routes: experts of the new tokens, ``[L, B, C, X]`` in ``route_dtype``; None unless asked for.
         prompt_tokens: ``[Q, V]`` bool, which tokens a prompt has; None without penalties.
+        top: ids and log-probabilities of the likeliest tokens at each place, ``[B, C, K]``; None unless asked for.
     """
 
     step: jax.Array
@@ -63,6 +64,7 @@ class Decoding:
     cache: Any
     routes: jax.Array | None = None
     prompt_tokens: jax.Array | None = None
+    top: tuple[jax.Array, jax.Array] | None = None
 
 
 def route_dtype(cfg: ModelConfig) -> Any:
@@ -82,7 +84,7 @@ def placed(cache: Any) -> Any:
     return jax.tree.map(lambda x: sharding.constrain(x, None, *sharding.cache_axes(x.shape[1:])), cache)
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "rollouts", "new_tokens", "keep_routes"))
+@functools.partial(jax.jit, static_argnames=("cfg", "rollouts", "new_tokens", "keep_routes", "keep_top"))
 @as_stored
 def prefill(
     params: Any,
@@ -96,6 +98,7 @@ def prefill(
     rollouts: int,
     new_tokens: int,
     keep_routes: bool = False,
+    keep_top: int = 0,
 ) -> tuple[Any, Decoding, jax.Array | None]:
     """Runs every prompt once and draws the first token of each of its rollouts.
 
@@ -105,6 +108,7 @@ def prefill(
         rollouts: G; rows of a prompt are consecutive.
         new_tokens: C, the capacity for new tokens.
         keep_routes: record the experts that every token visits.
+        keep_top: K, how many of the likeliest tokens to record at each place.
 
     Returns:
         The prompts' cache, the state of decoding after one token, and the prompts' experts ``[L, Q, T, X]`` if asked for.
@@ -121,6 +125,7 @@ def prefill(
     def blank(entry: jax.Array) -> jax.Array:  # [L, Q, ..., T, X] -> zeros [L, B, ..., C, X]
         return jnp.zeros((entry.shape[0], rows, *entry.shape[2:-2], new_tokens, entry.shape[-1]), entry.dtype)
 
+    K = min(keep_top, cfg.vocab_size)
     state = Decoding(
         step=jnp.int32(0),
         tokens=jnp.zeros((rows, new_tokens), jnp.int32),
@@ -131,6 +136,7 @@ def prefill(
         stopped=jnp.zeros((rows,), bool),
         cache=placed(jax.tree.map(blank, prompt_cache)),
         routes=None if prompt_routes is None else blank(prompt_routes),
+        top=(jnp.zeros((rows, new_tokens, K), jnp.int32), jnp.zeros((rows, new_tokens, K), jnp.float32)) if K else None,
         prompt_tokens=None if limits.penalties is None else _tokens_of(prompts_QT, lengths_Q, cfg.vocab_size),
     )
     return prompt_cache, _draw(state, first, sampling, limits), prompt_routes
@@ -150,6 +156,9 @@ def _draw(state: Decoding, logits_BV: jax.Array, sampling: SamplingParams, limit
         prompt_BV = jnp.repeat(state.prompt_tokens, logits_BV.shape[0] // state.prompt_tokens.shape[0], axis=0)
         changed_BV = penalised(logits_BV, limits.penalties, prompt_BV, state.tokens, state.lengths)
     token, logprob, drawn = sample(logits_BV, sampling, state.step, changed_BV)
+    top = state.top
+    if top is not None:
+        top = jax.tree.map(lambda all_, one: all_.at[:, state.step].set(one), top, alternatives(logits_BV, top[0].shape[-1]))
     # Rows that are done go on being computed, since shapes are fixed, and nothing of theirs is kept.
     live = ~state.done
     hit = jnp.any(token[:, None] == limits.stop_ids, axis=-1) & live
@@ -163,6 +172,7 @@ def _draw(state: Decoding, logits_BV: jax.Array, sampling: SamplingParams, limit
         lengths=lengths,
         done=state.done | hit | (lengths >= limits.max_tokens),
         stopped=state.stopped | hit,
+        top=top,
     )
 
 

@@ -10,7 +10,7 @@ float32 ``u`` ends at 16.6 and is coarse long before.
 Filters are applied in this order, each on what the one before kept: temperature, top-k, top-p, min-p. Ties at the edge
 of a filter are kept. Before all of them come what ``penalised`` does: biases, then the three penalties.
 
-Axes: B rows, V vocab, C tokens drawn so far, n biases of a row.
+Axes: B rows, V vocab, C tokens drawn so far, n biases of a row, K alternatives of a token.
 """
 
 from typing import NamedTuple
@@ -103,6 +103,12 @@ def sample(
     plain = ~hot | ((params.temperature == 1) & ~filters & jnp.all(from_BV == logits_BV, axis=-1))
     drawn = jax.lax.cond(jnp.all(plain), lambda _: logprob, lambda z: jnp.where(plain, logprob, _log_softmax_at(z, token)), z_BV)
     return token, logprob, drawn
+
+
+def alternatives(logits_BV: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """The likeliest tokens of each row, ``[B, count]`` int32, and their log-probabilities under the model itself, the largest first."""
+    top_BK, ids_BK = jax.lax.top_k(logits_BV, count)
+    return ids_BK, top_BK - jax.nn.logsumexp(logits_BV, axis=-1, keepdims=True)
 
 
 def _exponential(seed_B: jax.Array, position: jax.Array, vocab: int) -> jax.Array:

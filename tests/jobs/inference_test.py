@@ -116,12 +116,15 @@ def test_a_lines_penalties_biases_and_ends_are_its_own(hf_dirs, rng, tmp_path):
     rows = [
         {"tokens": prompt, "logit_bias": {"17": 1000}},
         {"tokens": prompt, "logit_bias": {"17": 1000, "18": 900.0}, "presence_penalty": 500},
-        {"tokens": prompt},
+        {"tokens": prompt, "top_logprobs": 2},
     ]
     write_lines(tmp_path / "in.jsonl", rows)
     fields = {"base": str(hf_dirs("llama")), "input": str(tmp_path / "in.jsonl"), "output": str(tmp_path / "out.jsonl")}
     sample.run(config_of("sample", **fields, max_rows=8, sampling={"max_tokens": 3, "temperature": 0.0}), tmp_path / "work")
-    first, second, plain = [o["completions"][0]["tokens"] for o in read_lines(tmp_path / "out.jsonl")]
+    made = [o["completions"][0] for o in read_lines(tmp_path / "out.jsonl")]
+    first, second, plain = [one["tokens"] for one in made]
+    assert ["top_logprobs" in one for one in made] == [False, False, True]
+    assert [told[0] for told in made[2]["top_logprobs"]] == [[t, p] for t, p in zip(plain, made[2]["logprobs"])]  # greedy: the likeliest
     assert first == [17, 17, 17]
     assert second == [17, 18, 17]  # by 500 less once it was there, both in the end
     assert 17 not in plain

@@ -6,6 +6,7 @@ Prompt lengths are fixed so that few programs are compiled; tokens and adapters 
 import dataclasses
 import types
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -87,6 +88,22 @@ def test_a_mesh_that_splits_rows_gives_equal_tokens(rng, tiny_base, hf_dirs):
     for [x], [y] in zip(one, eight, strict=True):
         assert x.tokens == y.tokens
         np.testing.assert_allclose(x.logprobs, y.logprobs, atol=2e-5)  # sums over split dimensions are ordered otherwise
+
+
+@pytest.mark.parametrize("axes", [{"data": 4, "fsdp": 2}, {"tensor": 2, "fsdp": 2, "data": 2}], ids=["rows", "vocabulary"])
+def test_a_mesh_penalises_and_tells_alternatives_as_one_device_does(rng, axes):
+    asked = [
+        Request(p, temperature=t, max_tokens=NEW, seed=int(rng.integers(2**31)), top_logprobs=k, **fields)
+        for p, t, k, fields in zip(prompts(rng, (4, 16, 8, 1, 11, 8)), (0, 0, 1, 1, 0.5, 2), (0, 4, 20, 1, 0, 2), PENALTIES)
+    ]
+    meshes = make_mesh({"data": 1}, jax.devices()[:1]), make_mesh(axes)
+    one, eight = (DenseEngine(base_lib.load("tiny-random", mesh)).generate(asked) for mesh in meshes)
+    for [x], [y] in zip(one, eight, strict=True):
+        assert x.tokens == y.tokens
+        for name in ("logprobs", "drawn_logprobs"):
+            np.testing.assert_allclose(getattr(x, name), getattr(y, name), atol=4e-5)  # as above, over a temperature of 0.5
+        for mine, theirs in zip(x.top_logprobs or (), y.top_logprobs or (), strict=True):
+            np.testing.assert_allclose([p for _, p in mine], [p for _, p in theirs], atol=2e-5)
 
 
 def test_groups_keep_the_order_and_every_rows_settings(rng, tiny_base, hf_dirs):
@@ -218,6 +235,7 @@ def test_no_requests(tiny_base):
         ({"top_p": -0.5}, "top_p"),
         ({"min_p": 1.5}, "min_p"),
         ({"top_k": -1}, "top_k"),
+        ({"top_logprobs": 21}, "top_logprobs is 21; expected 0 to 20"),
         ({"repetition_penalty": 0.0}, "repetition_penalty 0.0"),
         ({"presence_penalty": float("inf")}, "presence_penalty inf"),
         ({"logit_bias": ((97, 1.0),)}, "logit_bias has 1.0 for token 97; expected a finite number for one of the ids 0 to 96"),
@@ -340,3 +358,28 @@ def test_what_was_drawn_has_the_probability_that_it_was_drawn_with(rng, tiny_bas
         z[8] += 2.0
         z[list(set(c.tokens[:i]))] -= 1.5
         np.testing.assert_allclose(c.drawn_logprobs[i], (z / 0.7 - special.logsumexp(z / 0.7))[token], atol=1e-4)  # 3e-5 over 0.7, twice
+
+
+def test_the_likeliest_tokens_and_their_logprobs_are_transformers(rng, tiny_base, hf_dirs):
+    """Rows that ask for some, for others and for none in one batch; the model's own log-probabilities, whatever draws."""
+    model = oracles.torch_model(hf_dirs("llama"), torch.float64)
+    wanted = (3, 0, 20)
+    asked = [
+        Request(p, max_tokens=NEW, seed=i, temperature=0.8, top_k=5, presence_penalty=2.0 * i, top_logprobs=k)
+        for i, (p, k) in enumerate(zip(prompts(rng, (4, 16, 8)), wanted))
+    ]
+    free = DenseEngine(tiny_base("llama")).generate([dataclasses.replace(request, top_logprobs=0) for request in asked])
+    for request, [c], [plain] in zip(asked, DenseEngine(tiny_base("llama")).generate(asked), free, strict=True):
+        assert (c.tokens, c.logprobs, c.drawn_logprobs) == (plain.tokens, plain.logprobs, plain.drawn_logprobs), "not one bit"
+        if not request.top_logprobs:
+            assert c.top_logprobs is None
+            continue
+        logits_TV = oracles.torch_logits(model, np.array([[*request.prompt, *c.tokens]]))[0, len(request.prompt) - 1 : -1]
+        logp_TV = special.log_softmax(logits_TV.astype(np.float64), axis=-1)
+        assert c.top_logprobs is not None
+        assert len(c.top_logprobs) == len(c.tokens)
+        for told, logp_V in zip(c.top_logprobs, logp_TV):
+            ids, logprobs = zip(*told)
+            assert len(set(ids)) == request.top_logprobs
+            np.testing.assert_allclose(logprobs, np.sort(logp_V)[::-1][: request.top_logprobs], atol=3e-5)  # as above
+            np.testing.assert_allclose(logprobs, logp_V[list(ids)], atol=3e-5)
