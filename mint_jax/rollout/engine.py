@@ -109,18 +109,25 @@ class _Drawn(NamedTuple):
     lengths: np.ndarray
     stopped: np.ndarray
     done: np.ndarray
-    top: tuple[np.ndarray, np.ndarray] | None
 
     def row(self, r: int, n: int | None = None) -> tuple[list[int], list[float], list[float]]:
         """The first ``n`` tokens of a row, or all, and their two log-probabilities."""
         kept = slice(0, self.lengths[r] if n is None else n)
         return self.tokens[r, kept].tolist(), self.logprobs[r, kept].tolist(), self.drawn_logprobs[r, kept].tolist()
 
-    def alternatives(self, r: int, n: int, count: int) -> list[list[tuple[int, float]]]:
-        """Of the first ``n`` tokens of a row the ``count`` likeliest at each place."""
-        assert self.top is not None
-        ids, logprobs = (part[r, :n, :count].tolist() for part in self.top)
-        return [list(zip(*pair)) for pair in zip(ids, logprobs)]
+
+class _Top(NamedTuple):
+    """The likeliest tokens at each place and their log-probabilities, ``[B, C, K]``, on the host."""
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+
+    def put(self, completion: Completion, row: int, count: int) -> Completion:
+        """The completion of a row with the ``count`` likeliest; as it is where none were asked for."""
+        if not count:
+            return completion
+        ids, logprobs = (part[row, : len(completion.tokens), :count].tolist() for part in self)
+        return dataclasses.replace(completion, top_logprobs=[list(zip(*pair)) for pair in zip(ids, logprobs)])
 
 
 class _Routes(NamedTuple):
@@ -323,11 +330,14 @@ class DenseEngine:
                 if between_steps is not None:
                     between_steps()
         recorded = None if prompt_routes is None else _Routes(*multihost.to_host((prompt_routes, state.routes)))
+        top = None if state.top is None else _Top(*multihost.to_host(state.top))
         for k, i in enumerate(plan.order):
             if i is not None:
                 request = requests[group[i]]
                 mine = range(k * rollouts, (k + 1) * rollouts)
                 completions = [self._completion(drawn, r, request) for r in mine]
+                if top is not None:
+                    completions = [top.put(c, r, request.top_logprobs) for c, r in zip(completions, mine)]
                 yield group[i], completions if recorded is None else recorded.put(completions, k, mine, len(request.prompt))
 
     def _done(self, drawn: _Drawn, rows: Sequence[Request | None]) -> np.ndarray:
@@ -356,10 +366,7 @@ class DenseEngine:
     def _completion(self, drawn: _Drawn, row: int, request: Request) -> Completion:
         cut, text = self._cut(drawn.row(row)[0], request)
         finish = "stop" if cut is not None or drawn.stopped[row] else "length"
-        made = Completion(*drawn.row(row, cut), finish, text, revision=request.revision)
-        if not request.top_logprobs:
-            return made
-        return dataclasses.replace(made, top_logprobs=drawn.alternatives(row, len(made.tokens), request.top_logprobs))
+        return Completion(*drawn.row(row, cut), finish, text, revision=request.revision)
 
 
 def _arrays(order: Sequence[Request | None], rollouts: int, length: int) -> tuple[np.ndarray, np.ndarray, SamplingParams, program.Limits]:
@@ -384,15 +391,19 @@ def _arrays(order: Sequence[Request | None], rollouts: int, length: int) -> tupl
         top_p=column(np.float32, (r.top_p for r in rows)),
         min_p=column(np.float32, (r.min_p for r in rows)),
         seed=column(np.uint32, ((r.seed + k % rollouts) & 0xFFFFFFFF for k, r in enumerate(rows))),
+        penalties=_penalties(rows),
     )
-    penalties = None
-    if any(r.penalised for r in rows):
-        bias_ids = np.full((len(rows), round_up(max(1, max(len(r.logit_bias) for r in rows)))), -1, np.int32)
-        bias = np.zeros(bias_ids.shape, np.float32)
-        for row, request in enumerate(rows):
-            if request.logit_bias:
-                bias_ids[row, : len(request.logit_bias)], bias[row, : len(request.logit_bias)] = zip(*request.logit_bias)
-        names = ("repetition_penalty", "frequency_penalty", "presence_penalty")
-        penalties = Penalties(*(column(np.float32, (getattr(r, name) for r in rows)) for name in names), bias_ids, bias)  # type: ignore[arg-type]
-    limits = program.Limits(column(np.int32, (r.max_tokens for r in rows)), stop_ids, penalties)  # type: ignore[arg-type]
+    limits = program.Limits(column(np.int32, (r.max_tokens for r in rows)), stop_ids)  # type: ignore[arg-type]
     return prompts, column(np.int32, (len(r.prompt) for r in filled)), sampling, limits
+
+
+def _penalties(rows: Sequence[Request]) -> Penalties | None:
+    if not any(r.penalised for r in rows):
+        return None
+    bias_ids = np.full((len(rows), round_up(max(1, max(len(r.logit_bias) for r in rows)))), -1, np.int32)
+    bias = np.zeros(bias_ids.shape, np.float32)
+    for row, request in enumerate(rows):
+        if request.logit_bias:
+            bias_ids[row, : len(request.logit_bias)], bias[row, : len(request.logit_bias)] = zip(*request.logit_bias)
+    columns = np.array([(r.repetition_penalty, r.frequency_penalty, r.presence_penalty) for r in rows], np.float32)
+    return Penalties(*columns.T, bias_ids, bias)  # type: ignore[arg-type]

@@ -21,21 +21,19 @@ from mint_jax.lora.apply import BoundAdapters
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.precision import as_stored
 from mint_jax.models.transformer import Inputs, hidden_states, logits
-from mint_jax.rollout.sample import Penalties, SamplingParams, alternatives, penalised, sample
+from mint_jax.rollout.sample import SamplingParams, alternatives, penalised, sample
 
 
 class Limits(NamedTuple):
-    """Per-row stopping rules, and penalties.
+    """Per-row stopping rules.
 
     Attributes:
         max_tokens: ``[B]`` int32.
         stop_ids: ``[B, n]`` int32, padded with -1; a row that draws one is done, and the token is kept.
-        penalties: of the rows' logits; None where no row has any: counting what was drawn is a pass over the vocabulary.
     """
 
     max_tokens: jax.Array
     stop_ids: jax.Array
-    penalties: Penalties | None = None
 
 
 @struct.dataclass
@@ -137,7 +135,7 @@ def prefill(
         cache=placed(jax.tree.map(blank, prompt_cache)),
         routes=None if prompt_routes is None else blank(prompt_routes),
         top=(jnp.zeros((rows, new_tokens, K), jnp.int32), jnp.zeros((rows, new_tokens, K), jnp.float32)) if K else None,
-        prompt_tokens=None if limits.penalties is None else _tokens_of(prompts_QT, lengths_Q, cfg.vocab_size),
+        prompt_tokens=None if sampling.penalties is None else _tokens_of(prompts_QT, lengths_Q, cfg.vocab_size),
     )
     return prompt_cache, _draw(state, first, sampling, limits), prompt_routes
 
@@ -151,10 +149,10 @@ def _tokens_of(prompts_QT: jax.Array, lengths_Q: jax.Array, vocab: int) -> jax.A
 def _draw(state: Decoding, logits_BV: jax.Array, sampling: SamplingParams, limits: Limits) -> Decoding:
     """Draws the next token of every row that is not done."""
     changed_BV = None
-    if limits.penalties is not None:
+    if sampling.penalties is not None:
         assert state.prompt_tokens is not None
         prompt_BV = jnp.repeat(state.prompt_tokens, logits_BV.shape[0] // state.prompt_tokens.shape[0], axis=0)
-        changed_BV = penalised(logits_BV, limits.penalties, prompt_BV, state.tokens, state.lengths)
+        changed_BV = penalised(logits_BV, sampling.penalties, prompt_BV, state.tokens, state.lengths)
     token, logprob, drawn = sample(logits_BV, sampling, state.step, changed_BV)
     top = state.top
     if top is not None:

@@ -20,24 +20,6 @@ import jax
 import jax.numpy as jnp
 
 
-class SamplingParams(NamedTuple):
-    """Per-row arrays ``[B]``.
-
-    Attributes:
-        temperature: 0 is greedy.
-        top_k: keep the k likeliest; 0 keeps all.
-        top_p: keep the smallest set with at least this mass; 1 keeps all.
-        min_p: drop tokens less likely than this fraction of the likeliest; 0 keeps all.
-        seed: uint32.
-    """
-
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
-    seed: jax.Array
-
-
 class Penalties(NamedTuple):
     """Per-row changes of logits by the tokens that were there before, and by token.
 
@@ -54,6 +36,26 @@ class Penalties(NamedTuple):
     presence: jax.Array
     bias_ids: jax.Array
     bias: jax.Array
+
+
+class SamplingParams(NamedTuple):
+    """Per-row arrays ``[B]``.
+
+    Attributes:
+        temperature: 0 is greedy.
+        top_k: keep the k likeliest; 0 keeps all.
+        top_p: keep the smallest set with at least this mass; 1 keeps all.
+        min_p: drop tokens less likely than this fraction of the likeliest; 0 keeps all.
+        seed: uint32.
+        penalties: None where no row has any: counting what was drawn is a pass over the vocabulary.
+    """
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    seed: jax.Array
+    penalties: Penalties | None = None
 
 
 def penalised(logits_BV: jax.Array, penalties: Penalties, prompt_BV: jax.Array, tokens_BC: jax.Array, lengths_B: jax.Array) -> jax.Array:
@@ -91,7 +93,7 @@ def sample(
         is 1 and nothing filters, and where decoding is greedy.
     """
     chex.assert_rank(logits_BV, 2)
-    chex.assert_shape(list(params), logits_BV.shape[:1])
+    chex.assert_shape(list(params[:5]), logits_BV.shape[:1])
     from_BV = logits_BV if changed_BV is None else changed_BV
     hot = params.temperature > 0
     z_BV = (from_BV - jnp.max(from_BV, axis=-1, keepdims=True)) / jnp.where(hot, params.temperature, 1.0)[:, None]

@@ -247,10 +247,10 @@ def test_a_row_draws_the_same_token_alone_and_in_any_batch(rng, mixed):
     z_BV, settings, position_B = mixed
     tokens, logprobs, _ = map(np.asarray, draw(z_BV, settings, position_B))
     shuffled = rng.permutation(64)
-    other, _, _ = draw(z_BV[shuffled], SamplingParams(*(x[shuffled] for x in settings)), position_B[shuffled])
+    other, _, _ = draw(z_BV[shuffled], jax.tree.map(lambda x: x[shuffled], settings), position_B[shuffled])
     np.testing.assert_array_equal(other, tokens[shuffled])
     for b in range(64):
-        alone = draw(z_BV[b : b + 1], SamplingParams(*(x[b : b + 1] for x in settings)), position_B[b])
+        alone = draw(z_BV[b : b + 1], jax.tree.map(lambda x, b=b: x[b : b + 1], settings), position_B[b])
         assert alone[0][0] == tokens[b]
         np.testing.assert_allclose(alone[1][0], logprobs[b], rtol=1e-5, atol=1e-6)  # sums over V may be ordered otherwise
 
@@ -262,7 +262,7 @@ def test_logprobs_are_those_of_the_model_and_of_the_distribution_drawn_from(mixe
     np.testing.assert_allclose(logprobs, wanted, rtol=1e-6, atol=4e-6)  # float32 logits of size 10 round by 1e-6
     hot = settings.temperature > 0
     for b in np.flatnonzero(hot):
-        own = {name: column[b] for name, column in settings._asdict().items() if name != "seed"}
+        own = {name: column[b] for name, column in settings._asdict().items() if name not in ("seed", "penalties")}
         np.testing.assert_allclose(drawn[b], np.log(reference(z_BV[b], **own)[tokens[b]]), rtol=1e-6, atol=1e-5)  # twice that, at T 0.5
     np.testing.assert_array_equal(drawn[~hot], logprobs[~hot])
 
