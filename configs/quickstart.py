@@ -35,7 +35,9 @@ def get_config(size: str = "default") -> ConfigDict:
     config.eval = ConfigDict({"examples": 24, "samples": 4})
     config.policies = ConfigDict(
         {
-            "adder": _policy("digit_sum", 16, 5e-4, 0.01, 6, ("\n",)),
+            # At a rate of 5e-4 one seed of three lost its entropy in four steps and stayed where it was: 0.48, the others 0.93 and 1.00;
+            # so 0.96 to 1.00.
+            "adder": _policy("digit_sum", 16, 3e-4, 0.05, 6, ("\n",)),
             "larger": _policy("larger_of_two", 8, 5e-4, 0.01, 6, ("\n",)),
             "copier": _policy("copy_word", 4, 5e-4, 0.005, 8),
             "bracket": _policy("bracket_word", 32, 3e-4, 0.005, 8, ("\n",)),

@@ -37,7 +37,8 @@ from mint_jax.models import base as base_lib
 from mint_jax.models import transformer
 from mint_jax.models.base import Base
 from mint_jax.residency.pool import Pool, Turn
-from mint_jax.rollout.engine import Completion, DenseEngine, Request
+from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.request import Completion, Request
 from mint_jax.train.batch import Group
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer, summarise
@@ -105,7 +106,7 @@ class Model:
     def __init__(self, base: Base):
         self.base = base
         self.trainer: Trainer | None = None
-        self.engine = DenseEngine(base, base.tokenizer.decode if base.tokenizer is not None else None)
+        self.engine = Engine(base, base.tokenizer.decode if base.tokenizer is not None else None)
         self.specs = transformer.abstract(base.cfg)
 
     def policy(
@@ -138,7 +139,7 @@ class Model:
         return Policy(self, self.trainer, name)
 
     def sample(self, prompt: Prompt, revision: "Stored | None" = None, **settings: Any) -> str:
-        """One completion of the base, or of a stored revision over it; settings as ``rollout.engine.Request`` names them."""
+        """One completion of the base, or of a stored revision over it; settings as ``rollout.request.Request`` names them."""
         return self.completions([prompt], revision, **settings)[0][0].text or ""
 
     def completions(

@@ -4,8 +4,10 @@ JAX reports the start of each compilation as a scalar and its end as a duration 
 ends within ``AFTER_S``, as everything that comes from the compilation cache does, is not worth a line.
 """
 
+import contextlib
 import sys
 import threading
+from collections.abc import Iterator
 from typing import TextIO
 
 import jax
@@ -56,6 +58,22 @@ class Announcer:
 
     def _print(self, line: str) -> None:
         print(line, file=self._out or sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def compilations() -> Iterator[list[str]]:
+    """A list that grows by the name of every program compiled inside, from the disk's cache or not."""
+    seen: list[str] = []
+
+    def listen(event: str, duration_secs: float, **about: str | int) -> None:
+        if event == EVENT:
+            seen.append(str(about.get("fun_name", "?")))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seen
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def announce() -> None:

@@ -78,8 +78,11 @@ RUNS = (
         ("--config.memory=(8,)", "--config.memory_n=2"),
         pictures=(("crossover.png", "concurrent_grpo_crossover.png"),),
     ),
+    Run("engine", "bench/engine.py", 10),
+    Run("active_wave", "bench/active_wave.py", 8, pictures=(("active_wave.png", "active_wave.png"),)),
     Run("handoff", "bench/handoff.py", 4),
     Run("moe_step", "bench/moe_step.py", 4, pictures=(("moe_step.png", "moe_step.png"),)),
+    Run("kernels", "bench/kernels.py", 2),
     Run("load_base", "bench/load_base.py", 3),
     Run("packed_load", "bench/packed_load.py", 4),
     Run("catalog_scale", "bench/catalog_scale.py:million", 9, pictures=(("catalog_scale.png", "catalog_scale.png"),)),
@@ -93,12 +96,15 @@ RUNS = (
     ),
 )
 _SMALLEST = ("--config.topology=smallest", "--config.chip=v5p")
-POD_RUNS = tuple(
-    Run(name, f"scale_up/{name.removesuffix('_smallest')}.py", 4, options, pictures=pictures, folder=tables.PODS)
-    for name, options, pictures in (
-        *((name, (), (("scale_up.png", f"{name}.png"),)) for name in tables.BASES),
-        ("kimi_k2_smallest", _SMALLEST, ()),
-    )
+POD_RUNS = (
+    *(
+        Run(name, f"scale_up/{name.removesuffix('_smallest')}.py", 4, options, pictures=pictures, folder=tables.PODS)
+        for name, options, pictures in (
+            *((name, (), (("scale_up.png", f"{name}.png"),)) for name in tables.BASES),
+            ("kimi_k2_smallest", _SMALLEST, ()),
+        )
+    ),
+    Run("kernels", "schedule.py", 1, folder=tables.PODS),
 )
 
 

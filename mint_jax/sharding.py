@@ -4,7 +4,7 @@ Everything else names logical axes. A mesh axis that is absent from the mesh, or
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,6 @@ RULES: dict[str, Axis] = {
     "act_embed": None,
     # caches of keys and values: see cache_axes
     "cache_rows": ("data", "fsdp", "expert", "tensor"),
-    "cache_tokens": "tensor",
     # base parameters
     "layers": None,
     "embed": "fsdp",
@@ -66,22 +65,19 @@ def parts_here(size: int, name: str) -> int:
     return 1 if mesh.empty else math.gcd(size, ways(name, mesh))
 
 
-def cache_axes(shape: Sequence[int]) -> tuple[str | None, ...]:
-    """The logical axes of one layer's cache part ``[rows, (heads,) positions, width]`` on the mesh that is set.
+def cache_axes(heads: int | None) -> tuple[str, str | None]:
+    """Over which logical axes the mesh that is set splits a cache: its rows and pages, and its heads.
 
-    Each device of a tensor group keeps a part of its own: some heads, or some rows where heads do not divide or are shared
-    (four key heads over eight devices, say, or latents), or some positions where rows do not divide either. What travels
-    in decoding is then queries and sums of values, never the cache.
+    Each device of a tensor group keeps a part of its own: some heads, or some rows where heads do not divide or are shared (four key
+    heads over eight devices, say, or latents). What travels in decoding is then queries and sums of values, never the cache.
+
+    Args:
+        heads: K of keys and values; None for latents, which all heads share.
     """
-    mesh, (rows, *heads, positions, _) = jax.sharding.get_abstract_mesh(), shape
-    whole: list[str | None] = [None] * len(heads)
+    mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or ways("kv_heads", mesh) == 1:
-        return "batch", *whole, None, None
-    if heads and heads[0] % ways("kv_heads", mesh) == 0:
-        return "batch", "kv_heads", None, None
-    if rows % ways("cache_rows", mesh) == 0:
-        return "cache_rows", *whole, None, None
-    return "batch", *whole, "cache_tokens" if positions % ways("cache_tokens", mesh) == 0 else None, None
+        return "batch", None
+    return ("batch", "kv_heads") if heads is not None and heads % ways("kv_heads", mesh) == 0 else ("cache_rows", None)
 
 
 def partition(axes: Sequence[str | None], mesh: Mesh) -> PartitionSpec:
@@ -131,8 +127,40 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
     A dimension that its mesh axes do not divide (four key heads over eight devices, say) stays whole.
     """
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh: Any = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x
-    fitting = [name if size % ways(name, mesh) == 0 else None for size, name in zip(x.shape, axes)]
-    return jax.lax.with_sharding_constraint(x, partition(fitting, mesh))  # type: ignore[arg-type]
+    return jax.lax.with_sharding_constraint(x, partition(fitting(x.shape, *axes), mesh))
+
+
+def fitting(shape: Sequence[int], *axes: str | None) -> tuple[str | None, ...]:
+    """Those of the axes over which the mesh that is set splits a dimension evenly; None in place of the others."""
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return (None,) * len(axes)
+    return tuple(name if ways(name, mesh) > 1 and size % ways(name, mesh) == 0 else None for size, name in zip(shape, axes, strict=True))
+
+
+def over_devices(fn: Callable[..., Any], args: Sequence[Any], specs: Sequence[Any], out_specs: Any) -> Any:
+    """``fn(*args)`` of each device's own parts; as it is where no mesh is set.
+
+    Args:
+        specs: of each argument a tuple of logical axes, for all its leaves and shortened to their rank, or a tree of such.
+        out_specs: of the results, a tree of such.
+    """
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return fn(*args)
+    in_specs = tuple(_partitions(spec, arg, mesh) for spec, arg in zip(specs, args, strict=True))
+    out = jax.tree.map(lambda spec: partition(spec, mesh), out_specs, is_leaf=_is_axes)
+    return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out, check_vma=False)(*args)
+
+
+def _is_axes(spec: Any) -> bool:
+    return type(spec) is tuple and all(axis is None or isinstance(axis, str) for axis in spec)
+
+
+def _partitions(spec: Any, arg: Any, mesh: Any) -> Any:
+    if _is_axes(spec):
+        return jax.tree.map(lambda x: partition(spec[: x.ndim], mesh), arg)
+    return jax.tree.map(lambda one, x: _partitions(one, x, mesh), spec, arg, is_leaf=_is_axes)

@@ -1,8 +1,11 @@
 """What the tests compare with: tiny random transformers checkpoints, and their logits under torch."""
 
+import contextlib
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -59,6 +62,7 @@ _EXPERTS = {  # one dense layer, then experts in groups, and a shared one
     "topk_group": 2,
     "routed_scaling_factor": 2.5,
 }
+_WIDE = {"hidden_size": 128, "moe_intermediate_size": 128, "tie_word_embeddings": False}
 _MSCALE = _YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}
 TINY: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (transformers config class, what differs from _COMMON)
     "llama": ("LlamaConfig", {"tie_word_embeddings": False}),
@@ -87,6 +91,10 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (transformers config 
     "glm_dense": ("GlmMoeDsaConfig", _LATENT | _INDEXER | {"indexer_types": ["full", "shared", "full"]}),
     "deepseek_v32": ("DeepseekV32Config", _LATENT | _EXPERTS | _INDEXER),
     "glm": ("GlmMoeDsaConfig", _LATENT | _EXPERTS | _INDEXER | {"indexer_types": ["full", "shared", "full"]}),
+    # Widths that the kernels of TPUs serve.
+    "qwen3_moe_wide": ("Qwen3MoeConfig", _WIDE | {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}),
+    "qwen3_wide": ("Qwen3Config", _WIDE | {"intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8}),
+    "deepseek_v3_wide": ("DeepseekV3Config", _LATENT | _EXPERTS | _WIDE | {"n_routed_experts": 8, "num_experts_per_tok": 2}),
     "moonlight_dense": ("DeepseekV3Config", _LATENT | {"q_lora_rank": None}),
 }
 
@@ -122,3 +130,36 @@ def torch_logits(model: Any, tokens_BT: np.ndarray) -> np.ndarray:
     """``[B, T, V]`` for rows without padding."""
     with torch.no_grad():
         return model(torch.tensor(np.asarray(tokens_BT), dtype=torch.long)).logits.float().numpy()
+
+
+@contextlib.contextmanager
+def watched_topk() -> Iterator[list[tuple[torch.Tensor, int]]]:
+    """Gives the list of what torch's ``topk`` was asked for within: the scores and k, in order."""
+    seen: list[tuple[torch.Tensor, int]] = []
+
+    def watch(topk):
+        def record(scores, k, *args, **kwargs):
+            seen.append((scores.detach().clone(), k))
+            return topk(scores, k, *args, **kwargs)
+
+        return record
+
+    with mock.patch.object(torch.Tensor, "topk", watch(torch.Tensor.topk)), mock.patch.object(torch, "topk", watch(torch.topk)):
+        yield seen
+
+
+def decided(model: Any, tokens: Sequence[int], margin: float = 1e-5) -> int:
+    """How many leading tokens depend on no choice of keys or experts whose last chosen is within ``margin`` of the next.
+
+    There float32 may decide either way, and what it decides is seen by all tokens behind. Errors of scores are of size 1e-6.
+    """
+    with watched_topk() as seen:
+        torch_logits(model, np.array([tokens]))
+    first = len(tokens)
+    for scores, k in seen:
+        if scores.shape[-1] > k:
+            best = scores.reshape(len(tokens), -1, scores.shape[-1]).sort(-1, descending=True).values
+            last = best[..., k - 1]
+            near = ((last - best[..., k] < margin) & (last > -1e30)).any(-1)  # below: masked, no choice
+            first = min([first, *near.nonzero()[:1, 0].tolist()])
+    return first

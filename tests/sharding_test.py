@@ -98,3 +98,26 @@ def test_constrain_pins_the_layout_where_a_mesh_is_set(rng):
     assert sharding.constrain(x, "batch", None, None) is x
     with jax.set_mesh(single_device_mesh()):
         assert sharding.constrain(x, "batch", None, None) is x
+
+
+@pytest.mark.parametrize(
+    ("sizes", "heads", "want", "ways"),
+    [
+        ({"data": 2, "fsdp": 2, "tensor": 2}, 4, ("batch", "kv_heads"), 4),
+        ({"data": 2, "fsdp": 2, "tensor": 2}, 3, ("cache_rows", None), 8),  # heads that do not divide
+        ({"data": 2, "fsdp": 2, "tensor": 2}, None, ("cache_rows", None), 8),  # latents have none
+        ({"tensor": 8}, 8, ("batch", "kv_heads"), 1),
+        ({"tensor": 8}, 4, ("cache_rows", None), 8),
+        ({"data": 4, "expert": 2}, 3, ("batch", None), 8),
+        ({"data": 4, "expert": 2}, None, ("batch", None), 8),
+    ],
+)
+def test_each_device_of_a_tensor_group_keeps_heads_of_a_cache_or_rows_of_it(sizes, heads, want, ways):
+    mesh = make_mesh(sizes)
+    with jax.set_mesh(mesh):
+        assert sharding.cache_axes(heads) == want
+    assert sharding.ways(want[0], mesh) == ways
+
+
+def test_without_a_mesh_a_cache_is_whole():
+    assert sharding.cache_axes(4) == sharding.cache_axes(None) == ("batch", None)

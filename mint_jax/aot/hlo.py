@@ -2,9 +2,10 @@
 
 ``Compiled.cost_analysis`` counts the body of a loop once, however many layers it scans. Here the text of the optimised,
 partitioned module (one device's share) is walked from its entry, and every loop multiplies what is in it by its trip
-count: the one the compiler noted, or the constant that the loop's condition compares its counter with. A loop whose end
-depends on data counts once, and what is in it is marked as a minimum; but for the one loop whose body is a call's step, as
-in a program that decodes until its caller stops it, and one pass of it is what is asked for.
+count: the one the compiler noted, or the constant that the loop's condition compares its counter with. Of a loop whose end
+depends on data the caller may say how often it runs, by the scopes it was traced in. Any other counts once, and what is in it is
+marked as a minimum; but for the one loop whose body is a call's step, as in a program that decodes until its caller stops it,
+and one pass of it is what is asked for.
 
 Bytes of a collective are those that one device sends, by the ring algorithm, over a group of n: a shard of o bytes costs
 o (n - 1) to all-gather, o (n - 1) / n to reduce-scatter or all-to-all, twice that to all-reduce, o to permute. A TPU spreads
@@ -15,13 +16,14 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
 _BITS = {"pred": 8, "s4": 4, "u4": 4, "f4e2m1fn": 4, "bf16": 16, "c64": 64, "c128": 128}
 _INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][a-z0-9\-]*)\((.*)$")
 _ARRAY = re.compile(r"\b([a-z]+[0-9]*[a-z0-9]*)\[([0-9,]*)\]")
+_KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton")  # by Pallas
 _COLLECTIVES = {  # kind -> bytes that a device sends for an operand of o bytes in a group of n
     "all-gather": lambda o, n: o * (n - 1),
     "all-reduce": lambda o, n: 2 * o * (n - 1) / n,
@@ -90,9 +92,13 @@ class Module:
 
     Args:
         steps: the entry's loop of unknown length that computes most is a call's step.
+        trips: turns of loops of unknown length, by the names of ``jax.named_scope`` around them, outermost first: ``"teams/runs"`` is a
+            loop of ``runs`` within ``teams``. Scopes that no key has do not matter.
     """
 
-    def __init__(self, text: str, steps: bool = False):
+    def __init__(self, text: str, steps: bool = False, trips: Mapping[str, int] | None = None):
+        self._said = dict(trips or {})
+        self._scopes = {name for path in self._said for name in path.split("/")}
         self.computations: dict[str, list[Instruction]] = {}
         self.types: dict[str, str] = {}
         self.entry = ""
@@ -155,7 +161,7 @@ class Module:
             size = sum(nbytes(self.types[name]) for name in i.operands if name in self.types)
             return Cost(counts={kind: 1}, bytes={kind: _COLLECTIVES[kind](size, self._group(i))}), 1
         if i.op == "custom-call":
-            return Cost(kernels=1), float('custom_call_target="tpu_custom_call"' in i.rest)
+            return Cost(kernels=1), float(any(f'custom_call_target="{kernel}"' in i.rest for kernel in _KERNELS))
         if i.op in ("dot", "convolution"):
             return Cost(flops=self._dot(i) if i.op == "dot" else self._convolution(i)), 1
         return Cost(), 0
@@ -175,10 +181,12 @@ class Module:
         root = next(i for i in condition if i.root)
         inside = self.computations[root.called("calls")[0]] if root.op == "fusion" else condition
         test = next(i for i in inside if i.root)
-        if test.op != "compare" or "direction=LT" not in test.rest:
-            return None
-        limits = [self._integer(name) for name in {*test.operands, *root.operands}]
-        return next((n for n in limits if n is not None), None)
+        if test.op == "compare" and "direction=LT" in test.rest:
+            limits = [self._integer(name) for name in {*test.operands, *root.operands}]
+            if (trips := next((n for n in limits if n is not None), None)) is not None:
+                return trips
+        scopes = re.search(r'op_name="([^"]*)"', loop.rest)
+        return self._said.get("/".join(name for name in scopes[1].split("/") if name in self._scopes)) if scopes else None
 
     def _integer(self, name: str) -> int | None:
         found = re.search(r"^[su]\d+\[\].* = (\d+)$", self.types.get(name, ""))
@@ -221,6 +229,11 @@ def _split_call(text: str) -> tuple[str, str]:
 
 def _names(operands: str) -> Iterator[str]:
     yield from re.findall(r"%([\w.\-]+)", operands)
+
+
+def arrays(type_: str) -> list[str]:
+    """The array types of which a type consists, ``bf16[4,32]`` each."""
+    return [found[0] for found in _ARRAY.finditer(type_)]
 
 
 def shape(type_: str) -> tuple[int, ...]:

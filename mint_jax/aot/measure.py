@@ -1,7 +1,7 @@
 """One program on one pod: compiled, then its bytes against the memory, its work against the datasheet's rates.
 
 The times are estimates and lower bounds: datasheet peaks, all links busy, compute, memory and links perfectly overlapped,
-and of memory traffic only the arguments, read once, and the new outputs, written once.
+and of memory traffic only the arguments that a call reads, once, and the new outputs, written once.
 """
 
 import contextlib
@@ -34,10 +34,11 @@ class Measured:
         total: bytes needed at once.
         flops: of matrix products: the larger of the compiled program's and the traced function's share.
         flops_traced: the traced function's, divided by the devices: less than ``flops`` where devices repeat work.
-        hbm_bytes: arguments and new outputs.
+        hbm_bytes: arguments but what a call leaves unread, and new outputs.
         counts, sent: collectives by kind: how many, and bytes sent.
         kernels: calls of kernels written by hand, whose FLOPs the compiled text does not state.
-        unknown_loops: loops whose length depends on data, counted once; that of ``decode`` whose body is a step is none of them.
+        unknown_loops: loops whose length depends on data, counted once; that of ``decode`` whose body is a step is none of them, nor
+            are those whose turns the program states.
         least: kinds of collectives inside such loops: their counts and bytes are minima.
         compute_s, memory_s, links_s: each at the datasheet's rate.
         tokens: of all devices.
@@ -170,12 +171,12 @@ class Colocated:
 def colocated(measured: Sequence[Measured], base_bytes: int) -> Colocated:
     """What ``train``, ``optim``, ``prefill`` and ``decode`` hold together, one of them running at a time.
 
-    Resident are the arguments of ``train`` and of ``decode``, which both count the base. What ``prefill`` returns is an argument
-    of ``decode``; its own arguments are there too, but for the prompts' tokens, kilobytes that are left out.
+    Resident are the arguments of ``train`` and of ``decode``, which both count the base. Those of ``prefill`` are ``decode``'s, but for
+    its plan, kilobytes that are left out.
     """
     by = {m.program: m for m in measured}
     resident = by["train"].arguments + by["decode"].arguments - base_bytes
-    beside = [m.temporaries + (0 if m.program == "prefill" else m.outputs - m.aliased) for m in measured]
+    beside = [m.temporaries + m.outputs - m.aliased for m in measured]
     return Colocated(measured[0].hbm, resident, max(beside))
 
 
@@ -204,10 +205,10 @@ def measure(program: Program, mesh: Mesh, target: Target) -> Measured:
             stated=asked is not None,
         )
     seconds, text = time.monotonic() - began, compiled.as_text()
-    m, cost = compiled.memory_analysis(), hlo.Module(text, program.steps).cost()
+    m, cost = compiled.memory_analysis(), hlo.Module(text, program.steps, program.trips).cost()
     arguments, temporaries = m.argument_size_in_bytes, m.temp_size_in_bytes
     outputs, aliased = m.output_size_in_bytes, m.alias_size_in_bytes
-    flops, hbm_bytes = max(cost.flops, flops_traced), float(arguments + outputs - aliased)
+    flops, hbm_bytes = max(cost.flops, flops_traced), float(arguments - program.unread + outputs - aliased)
     return Measured(
         program=program.name,
         hbm=target.hbm,

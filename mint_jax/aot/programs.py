@@ -1,20 +1,21 @@
 """The programs of a job on a pod that is not attached: abstract arguments with shardings, and how each is compiled.
 
-Nothing here allocates: parameters, training state, adapters and caches are ``ShapeDtypeStruct`` trees, laid out as the
-library lays out the real ones. Caches come from ``jax.eval_shape`` of ``prefill``, so a new kind of cache needs no change.
+Nothing here allocates: parameters, training state, adapters and the pool of pages are ``ShapeDtypeStruct`` trees, laid out as the
+library lays out the real ones. Plans of sampling are the engine's own, of nobody: what they hold is data, their shapes are all.
 
-Axes: P policies, B rows of a policy, T tokens, M targets of a row, N adapters, Q prompts, G rollouts of a prompt, L layers,
-C new tokens, K kv heads.
+Axes: P policies, B rows of a policy, T tokens, M targets of a row, N adapters, Q prompts, G rollouts of a prompt, S tokens of a prompt,
+C new tokens.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mint_jax import params as params_lib
@@ -24,8 +25,11 @@ from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import transformer
 from mint_jax.models.config import ModelConfig
-from mint_jax.rollout import generate
-from mint_jax.rollout.sample import SamplingParams
+from mint_jax.models.paged import PAGE, RUN, TEAM, teams_at_once
+from mint_jax.rollout import device, plans
+from mint_jax.rollout.engine import BLOCKS
+from mint_jax.rollout.pages import pages_for
+from mint_jax.rollout.schedule import longest_table
 from mint_jax.train import state as state_lib
 from mint_jax.train import step
 from mint_jax.train.batch import Batch
@@ -56,14 +60,15 @@ class TrainShape:
 
 @dataclasses.dataclass(frozen=True)
 class RolloutShape:
-    """One ``prefill`` and its ``decode``.
+    """A pool that holds all rollouts at full length, and the ``prefill`` and ``decode`` that fill it.
 
     Attributes:
-        adapters: N, which share the prompts equally.
+        adapters: N that are resident; which row names which is data.
         prompts: Q.
-        rollouts: G of each prompt.
+        rollouts: G of each prompt, which share its pages; Q G rows decode together.
         prompt_tokens: S of each prompt.
         new_tokens: C of each rollout, at most.
+        blocks: of 32 tokens of prompts that one prefill reads, at least: as many in each part of the mesh.
     """
 
     adapters: int
@@ -71,6 +76,7 @@ class RolloutShape:
     rollouts: int
     prompt_tokens: int
     new_tokens: int
+    blocks: int = BLOCKS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +91,8 @@ class Program:
         out: output shardings: donation needs them to equal those of the donated argument.
         tokens: tokens that one call takes through the model: read by it, or drawn.
         steps: whether its outermost loop of unknown length takes one step in a call that is measured.
+        trips: turns of loops whose length is data, by the scopes that they are in; see ``hlo.Module``.
+        unread: bytes of each device's arguments that a call that is measured leaves alone.
     """
 
     name: str
@@ -94,6 +102,8 @@ class Program:
     out: Any
     tokens: int
     steps: bool = False
+    trips: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    unread: int = 0
 
     def trace(self, mesh: Mesh) -> Any:
         """The traced function, with its jaxpr and ``lower``."""
@@ -148,33 +158,38 @@ class Plan:
         )
 
     def sampling(self, shape: RolloutShape) -> tuple[Program, Program]:
-        """``prefill`` of all prompts and ``decode`` of all their rollouts, with N adapters in the batch."""
-        rows = shape.prompts * shape.rollouts
-        self._check_rows("rollout.prompts", shape.prompts)
-        if shape.prompts % shape.adapters:
-            raise UserError(f"rollout.prompts is {shape.prompts}; expected a multiple of rollout.adapters, {shape.adapters}")
-        stacks = {self.adapter.bucket: jax.eval_shape(lambda: self._adapters(shape.adapters))}
-        slots = {self.adapter.bucket: jax.ShapeDtypeStruct((shape.adapters,), jnp.int32)}
-        lora = self._place(jax.eval_shape(functools.partial(lora_tree.bind_slots, dtype=self.dtype), stacks, slots))
-        per_row = (jnp.float32, jnp.int32, jnp.float32, jnp.float32, jnp.uint32)
-        sampling = SamplingParams(*(self._rows((rows,), dtype) for dtype in per_row))  # type: ignore[arg-type]
-        limits = generate.Limits(self._rows((rows,), jnp.int32), self._rows((rows, 1), jnp.int32))  # type: ignore[arg-type]
-        prompts = self._rows((shape.prompts, shape.prompt_tokens), jnp.int32)
-        lengths = self._rows((shape.prompts,), jnp.int32)
-        fill = functools.partial(generate.prefill, cfg=self.cfg, rollouts=shape.rollouts, new_tokens=shape.new_tokens)
-        args = (self.params, lora, prompts, lengths, sampling, limits)
-        with jax.set_mesh(self.mesh):
-            cache, state, _ = jax.eval_shape(fill, *args)
-        cache = jax.tree.map(self._cache, cache)
-        own = jax.tree.map(self._cache, state.cache)
-        state = jax.tree.map(lambda x: self._rows(x.shape, x.dtype), dataclasses.replace(state, cache=None))
-        state = dataclasses.replace(state, cache=own)
-        one = self._whole((), jnp.int32)
-        draw = functools.partial(generate.decode, cfg=self.cfg)
-        out = (_shardings(cache), _shardings(state), None)
+        """``prefill`` of blocks of prompts and ``decode`` of all rollouts, with N adapters resident.
+
+        What is measured of them is a call at full length: of prompts' last blocks, and of every rollout's last token.
+        """
+        parts = device.page_parts(self.cfg, self.mesh)
+        self._check_rows("rollout.prompts", shape.prompts, parts)
+        rows, blocks = shape.prompts * shape.rollouts, parts * -(-shape.blocks // parts)
+        bucket, table = self.adapter.bucket, longest_table(shape.prompt_tokens + shape.new_tokens)
+        stacks = {bucket: self._place(jax.eval_shape(lambda: self._adapters(shape.adapters)))}
+        # A prompt's last token is the first own one of each rollout, whose last is drawn and never read.
+        shared, own = pages_for(shape.prompt_tokens - 1, PAGE), pages_for(shape.new_tokens, PAGE)
+        held = shape.prompts * shared + rows * own
+        specs = device.pool_specs(self.cfg, held, jnp.dtype(self.dtype), False, device.lanes(self.mesh))
+        where = device.pool_shardings(self.cfg, specs, self.mesh)
+        pool = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), specs, where)
+        reading = self._plan(plans.blocks_plan([[]] * parts, blocks, table, stacks))
+        drawing = self._plan(plans.rows_plan([], rows, parts, table, self.cfg.vocab_size, stacks)[0])
+        fill = functools.partial(device.prefill, cfg=self.cfg)
+        draw = functools.partial(device.decode, cfg=self.cfg)
+        past, own_runs = -(-(shape.prompt_tokens - 1) // RUN), -(-shape.new_tokens // RUN)
+        here, teams = rows // parts, shape.prompts // parts * -(-shape.rollouts // TEAM) if shape.rollouts > 1 else 0
+        loops = {
+            "runs": own_runs if teams else past + own_runs,
+            "teams": -(-teams // teams_at_once(here, here)),
+            "teams/runs": past,
+            "indexer": past + own_runs,
+        }
+        unread = device_bytes(pool) * (held - parts * shared) // held  # of prefill, which reads one prompt of each part at least
+        args, reads = (self.params, stacks, pool), {"runs": past, "indexer": past}
         return (
-            Program("prefill", fill, args, (), out, shape.prompts * shape.prompt_tokens),
-            Program("decode", draw, (self.params, lora, cache, lengths, state, sampling, limits, one), (4,), out[1], rows, steps=True),
+            Program("prefill", fill, (*args, reading), (2,), (where, None), blocks * PAGE, trips=reads, unread=unread),
+            Program("decode", draw, (*args, drawing, self._whole((), jnp.int32)), (2,), (where, None), rows, steps=True, trips=loops),
         )
 
     def _adapters(self, slots: int) -> lora_tree.AdapterStack:
@@ -194,8 +209,8 @@ class Plan:
         tokens, positions, own, parent = (rows(shape.tokens) for _ in range(4))
         return Batch(tokens, positions, own, parent, rows(shape.targets), rows(shape.targets), loss)
 
-    def _check_rows(self, what: str, rows: int) -> None:
-        ways = sharding.ways("batch", self.mesh)
+    def _check_rows(self, what: str, rows: int, ways: int | None = None) -> None:
+        ways = sharding.ways("batch", self.mesh) if ways is None else ways
         if rows % ways:
             raise UserError(f"{what} is {rows} rows, which the mesh splits {ways} ways: choose a multiple, or a smaller fsdp")
 
@@ -205,14 +220,9 @@ class Plan:
     def _whole(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return self._split(shape, (None,) * len(shape), dtype)
 
-    def _rows(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return self._split(shape, ("batch", *(None,) * (len(shape) - 1)) if shape else (), dtype)
-
-    def _cache(self, entry: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        """A cache ``[L, rows, (K,) tokens, C]`` as the programs leave it."""
-        with jax.set_mesh(self.mesh):
-            axes = sharding.cache_axes(entry.shape[1:])
-        return self._split(entry.shape, (None, *axes), entry.dtype)
+    def _plan(self, plan: Tree) -> Tree:
+        """A plan as the engine hands it over: whole on every device."""
+        return jax.tree.map(lambda x: self._whole(np.shape(x), x.dtype), plan)
 
     def _place(self, tree: Tree) -> Tree:
         """Abstract adapters or training state: factors, and what has their path, split like the base; the rest whole."""

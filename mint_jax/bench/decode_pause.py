@@ -22,10 +22,14 @@ from mint_jax.bench.packed_store import forget, load, residency_of
 from mint_jax.metrics import Progress
 from mint_jax.models import transformer
 from mint_jax.models.config import ModelConfig
+from mint_jax.models.paged import PAGE, RUN_PAGES
 from mint_jax.residency.opening import PIECE_BYTES
 from mint_jax.residency.residency import Residency
-from mint_jax.rollout import generate as program
-from mint_jax.rollout.sample import SamplingParams
+from mint_jax.rollout import device, plans
+from mint_jax.rollout.pages import pages_for
+from mint_jax.rollout.schedule import longest_table
+
+PROMPT = 16  # tokens of each row's prompt
 
 
 class _Decoder:
@@ -48,25 +52,32 @@ class _Decoder:
         )
         self.params = params_lib.init(transformer.abstract(self.cfg), jax.random.key(seed))
         rows, self.new = pause.rows, max(pause.quiet, pause.longest) + 2
-        self.prompts = np.random.default_rng(seed).integers(3, pause.vocab_size, (rows, 16)).astype(np.int32)
-        self.lengths = np.full((rows,), 16, np.int32)
-        zeros = np.zeros((rows,), np.float32)
-        self.sampling = SamplingParams(zeros, np.zeros((rows,), np.int32), zeros + 1, zeros, np.zeros((rows,), np.uint32))  # type: ignore[arg-type]
-        self.limits = program.Limits(np.full((rows,), self.new, np.int32), np.full((rows, 1), -1, np.int32))  # type: ignore[arg-type]
+        prompts = np.random.default_rng(seed).integers(3, pause.vocab_size, (rows, PROMPT)).astype(np.int32)
+        table, self.pages = longest_table(PROMPT + self.new), 1 + pages_for(self.new, PAGE)
+        # Row r has pages r pages, ...: the first its prompt's, the others its own, which begin with a new run.
+        mine = np.arange(rows * self.pages, dtype=np.int32).reshape(rows, -1)
+        tables = np.zeros((rows, table), np.int32)
+        tables[:, 0] = mine[:, 0]
+        tables[:, RUN_PAGES : RUN_PAGES + self.pages - 1] = mine[:, 1:]
+        tokens = np.pad(prompts[:, :-1], ((0, 0), (0, PAGE - PROMPT + 1)))
+        self.blocks = plans.blocks_plan([[]], rows, table, ())._replace(tokens=tokens, page=mine[:, 0], table=tables)  # type: ignore[arg-type]
+        full = np.full((rows,), self.new, np.int32)
+        prefix = np.full((rows,), PROMPT - 1, np.int32)
+        plan, _ = plans.rows_plan([], rows, 1, table, pause.vocab_size, ())
+        self.rows = plan._replace(token=prompts[:, -1], table=tables, prefix=prefix, until=full, limit=full)  # type: ignore[arg-type]
         self.mesh = mesh_lib.single_device_mesh()
 
     def steps(self, most: int, between: Callable[[], bool]) -> list[float]:
         """Seconds of each step, ``between`` included, which says whether it was the last; ``most`` at most."""
-        out = []
+        out, rows = [], self.rows
+        pool = device.empty_pool(self.cfg, self.mesh, len(rows.token) * self.pages, np.float32)
         with jax.set_mesh(self.mesh):
-            sizes = {"cfg": self.cfg, "rollouts": 1, "new_tokens": self.new}
-            cache, state, _ = program.prefill(self.params, None, self.prompts, self.lengths, self.sampling, self.limits, **sizes)
-            jax.block_until_ready(state)
+            pool, _ = jax.block_until_ready(device.prefill(self.params, {}, pool, self.blocks, cfg=self.cfg))
             for _ in range(most):
                 began = time.perf_counter()
                 last = between()
-                args = self.params, None, cache, self.lengths, state, self.sampling, self.limits, np.int32(1)
-                state = jax.block_until_ready(program.decode(*args, cfg=self.cfg))
+                pool, drawn = device.decode(self.params, {}, pool, rows, np.int32(1), cfg=self.cfg)
+                rows = rows._replace(token=np.asarray(drawn.tokens)[:, 0], own=rows.own + np.int32(1))
                 out.append(time.perf_counter() - began)
                 if last:
                     break

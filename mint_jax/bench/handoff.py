@@ -32,7 +32,8 @@ from mint_jax.metrics import Progress
 from mint_jax.models import hf, transformer
 from mint_jax.models.base import Base
 from mint_jax.models.config import ModelConfig
-from mint_jax.rollout.engine import DenseEngine, Request
+from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.request import Request
 from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 
@@ -140,7 +141,7 @@ def _in_turn(config: Any, paths: _Paths, new_tokens: int, what: str) -> dict[str
             base, stacks = getattr(paths, name)()
             ready = time.perf_counter()
             slot = lora_tree.Slot(paths.slot.bucket, 0) if stacks is not None else None
-            engine = DenseEngine(base)
+            engine = Engine(base)
             token = engine.generate([Request(prompt, slot, max_tokens=1, temperature=0.0)], stacks)
             sampled = time.perf_counter()
             engine.generate([Request(prompt, slot, max_tokens=new_tokens, temperature=0.0)], stacks)

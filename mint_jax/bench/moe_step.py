@@ -167,7 +167,7 @@ def _parts(stack: _Stack, policies: int, n: int) -> dict[str, timing.Figure]:
     block_M = jnp.repeat(jnp.arange(P, dtype=jnp.int32), M // P, total_repeat_length=M)
     sort = jax.jit(lambda e, b: sort_rows(e, b, E, P))
     order = sort(expert_M, block_M)
-    sizes_E, groups = jnp.sum(order.counts, axis=1), groups_of(order, 0, P)
+    sizes_E, groups = jnp.sum(order.counts, axis=1), groups_of(order, 0, jnp.arange(P, dtype=jnp.int32))
     factors = jax.tree.map(lambda w: w[0].reshape(P * E, *w.shape[3:]), stack.adapters(P).buckets[0]["experts"])
     base = jax.tree.map(lambda w: w[0], stack.params["experts"])
     x_ND = stack.x_BTD.reshape(-1, size.d_model)

@@ -19,7 +19,7 @@ import jax
 import psutil
 
 ROOT = Path(__file__).parents[2]
-CODE = ("mint_jax", "configs", "pyproject.toml", "constraints")
+CODE = ("mint_jax", "pallas_kernels", "configs", "pyproject.toml", "constraints")
 ALWAYS = ("jax", "jaxlib", "numpy")
 WHERE_USED = ("torch", "transformers", "peft", "libtpu", "psycopg", "orbax-checkpoint", "tensorstore")
 FIELDS = ("commit", "dirty", "date", "versions", "machine", "config")

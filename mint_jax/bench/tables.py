@@ -19,12 +19,14 @@ from mint_jax.bench import stamp, timing
 CPU = stamp.ROOT / "notebooks" / "reports" / "cpu-2-cores"
 PODS = stamp.ROOT / "notebooks" / "reports" / "tpu-aot"
 UNSTAMPED = stamp.ROOT / "notebooks" / "reports" / "unstamped.txt"  # reports that are to be measured, from before stamps or new
-PAGES = (stamp.ROOT / "README.md", stamp.ROOT / "docs" / "numbers.md")
+PAGES = (stamp.ROOT / "README.md", stamp.ROOT / "docs" / "numbers.md", stamp.ROOT / "docs" / "kernels.md")
 BASES = {
     "qwen3_4b": "Qwen3-4B",
     "qwen3_30b_a3b": "Qwen3-30B-A3B",
+    "qwen3_30b_a3b_experts": "Qwen3-30B-A3B",
     "qwen3_235b_a22b": "Qwen3-235B-A22B",
     "kimi_k2": "Kimi-K2",
+    "kimi_k2_experts": "Kimi-K2",
     "glm_5": "GLM-5",
 }
 _BLOCK = re.compile(r"(<!-- figures:(\w+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
@@ -100,6 +102,46 @@ ROWS = [
         ),
         headline=[0, 2],
         command="`configs/bench/train_vs_peft.py`, `--config.compile_s=75`",
+    ),
+    *_bench(
+        "engine",
+        (
+            "decoding SmolLM2 greedily behind prompts that are cached, float32: torch + transformers "
+            "({peer_options_decode_1|text}; {peer_options_decode_8|text}; {peer_options_decode_32|text}) / ours, 1, 8, 32 rows",
+            "{ratio_decode_1|times}, {ratio_decode_8|times}, {ratio_decode_32|times}",
+        ),
+        ("{prefill_tokens|count} tokens of prompts to the first new tokens: torch + transformers / ours", "{ratio_prefill|times}"),
+        (
+            "{continuous_tokens|count} tokens of ragged lengths: groups that wait for their slowest row / continuous batching",
+            "{ratio_continuous|times}",
+        ),
+        (
+            "{prefix_samples|count} samples of {prefix_tokens|count} tokens behind prompts of {prefix_prompt|count}: a prompt each / one "
+            "prompt, read once",
+            "{ratio_prefix|times}",
+        ),
+        (
+            "bytes that a step must read over its time, as a share of what reading memory reaches: 1, 8, 32 rows",
+            "{bandwidth_shares.1|ratio}, {bandwidth_shares.8|ratio}, {bandwidth_shares.32|ratio}",
+        ),
+        (
+            "programs compiled by {mixtures|count} mixtures of requests once the engine is warm; of {company_tokens|count} tokens those "
+            "with another bit when asked alone, when samples lose their pages on the way",
+            "{compiles_after_warmup|count}; {differing_tokens|count}, {differing_tokens_preempted|count}",
+        ),
+        headline=[0],
+    ),
+    *_bench(
+        "active_wave",
+        (
+            "a step of decoding over the bare base's: 32 rows of one adapter of rank 8, 64 rows of 64 adapters of rank 1, 1,024 rows of "
+            "1,024",
+            "{overhead_1|percent}, {overhead_64|percent}, {overhead_1024|percent}",
+        ),
+        (
+            "bytes of these adapters over the base's; rows of {checked|count} with another bit when decoded alone",
+            "{bytes_share_1|share}, {bytes_share_64|share}, {bytes_share_1024|share}; {errors|count}",
+        ),
     ),
     Row(
         "SFT on SmolLM2, 20 steps, held-out loss of two policies",
@@ -200,6 +242,23 @@ ROWS = [
         "{mlflow.ratio_register|times}, {mlflow.ratio_resolve|times}, {mlflow.ratio_move|times}",
         "catalog_against_mlflow",
         "`configs/bench/catalog_scale.py` with `mlflow-skinny`, `--config.entries='(10000,)'`",
+    ),
+    *_bench(
+        "kernels",
+        (
+            "an expert layer's gate and up with adapters of rank 16 over the bare base's: 512 rows of 64 adapters, 8,192 rows of 8, "
+            "forward and backward of these",
+            "{cells.decode_64.over_base.model|ratio}, {cells.prefill_8.over_base.model|ratio}, {cells.train_8.over_base.model|ratio}",
+        ),
+        (
+            "the same two forward by a Python loop over experts and adapters / ours",
+            "{cells.decode_64.ratio_loop|times}, {cells.prefill_8.ratio_loop|times}",
+        ),
+        (
+            "the least bytes of these three, adapters as a call of their own, over the base's (counted)",
+            "{cells.decode_64.floor_over_base.alone|share}, {cells.prefill_8.floor_over_base.alone|share}, "
+            "{cells.train_8.floor_over_base.alone|share}",
+        ),
     ),
     *_bench(
         "load_base",
@@ -453,6 +512,34 @@ def _pod_cells(p: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
+def _kernels() -> str:
+    """Bundles of the TPU compiler's static schedule, packed LoRA over the base."""
+    report = Reports(PODS)["kernels"]
+    lines = ["| chip | base, bundles | adapters in the tile | forward, of the base's | lanes' floor | backward, of the base's |"]
+    lines.append("|" + " --- |" * 6)
+
+    def percent(share: float) -> str:
+        return f"{100 * share:.1f} %"
+
+    met = []
+    for name, chip in report["chips"].items():
+        goal = chip["goal"]
+        words = f"`{name}` {percent(goal['reached'])} of at most {100 * goal['over_base']:.0f} %"
+        met.append(words + (", met" if goal["met"] else ", not met"))
+        for k, (adapters, add) in enumerate(chip["add"].items()):
+            cells = (name, f"{chip['base']['bundles']:,}") if k == 0 else ("", "")
+            back = percent(chip["backward"][adapters]["over_base"])
+            lines.append("| " + " | ".join((*cells, adapters, percent(add["over_base"]), percent(add["lanes_over_base"]), back)) + " |")
+    shape = report["shape"]
+    what = (
+        f"A tile of {shape['tile']} rows, {shape['d_in']} to {' and '.join(map(str, shape['d_out']))}, rank {shape['rank']}, "
+        f"{shape['dtype']}; libtpu {report['libtpu']}."
+    )
+    most = next(iter(report["chips"].values()))["goal"]["adapters"]
+    goals = f"Goals, up to {most} adapters in a tile: {'; '.join(met)}."
+    return "\n".join([*lines, "", _wrapped(what), _wrapped(goals), _wrapped(f"Compiled {source(report)}.")]) + "\n"
+
+
 def unstamped() -> list[str]:
     """Reports that are to be measured: those from before stamps, and new ones."""
     return UNSTAMPED.read_text().splitlines() if UNSTAMPED.is_file() else []
@@ -464,6 +551,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "all": lambda: _rows(ROWS),
     "replay": _replay,
     "pods": _pods,
+    "kernels": _kernels,
 }
 
 

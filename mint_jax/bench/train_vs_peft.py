@@ -21,7 +21,8 @@ from mint_jax.lora.peft import write_peft
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import hf
 from mint_jax.models.base import Base
-from mint_jax.rollout.engine import DenseEngine, Request
+from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.request import Request
 from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
@@ -171,7 +172,7 @@ def _sample(config: Any, base: Base, trainer: Trainer, peer: PeftPeer, options: 
         for prompt, name in zip(rows.prompts.tolist(), rows.names)
     ]
     peer.use(options)
-    engine = DenseEngine(base)
+    engine = Engine(base)
     last: dict[str, np.ndarray] = {}
 
     def ours() -> None:

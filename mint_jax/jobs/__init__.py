@@ -10,5 +10,6 @@ JOBS = {
     "bench": "mint_jax.jobs.bench",
     "pretrain": "mint_jax.jobs.pretrain",
     "scale_up": "mint_jax.jobs.scale_up",
+    "schedule": "mint_jax.jobs.schedule",
 }
-ALONE = ("bench", "pretrain")  # run in one process: files in, files out, or a measurement of one machine
+ALONE = ("bench", "pretrain", "schedule")  # run in one process: files in, files out, or a measurement of one machine

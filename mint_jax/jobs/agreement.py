@@ -30,7 +30,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mint_jax.rollout.engine import Completion
+from mint_jax.rollout.request import Completion
 
 LEAST = {"float32": 1e-5, "bfloat16": 4e-3}  # rounding of a log-probability where the two programs happen to agree: 2**-17 and 2**-8
 WHOLE, WORST = 2.0, 4.0  # a mean over hundreds of tokens varies little, a largest row is one draw from a tail

@@ -17,11 +17,14 @@ BENCHES = (
     "concurrent_grpo",
     "handoff",
     "moe_step",
+    "kernels",
     "load_base",
     "packed_load",
     "catalog_scale",
     "switch",
     "revision_stores",
+    "engine",
+    "active_wave",
 )
 
 

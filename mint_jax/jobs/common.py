@@ -27,6 +27,7 @@ from mint_jax.lora.tree import AdapterConfig
 from mint_jax.metrics import Progress
 from mint_jax.models import base as base_lib
 from mint_jax.models.base import Base
+from mint_jax.models.config import Kernels
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import LossConfig, PolicyConfig
 
@@ -38,10 +39,21 @@ FREE_TO_CHANGE = (
     "reward_workers",
     "reward_timeout",
     "keep_rollouts",
+    "cache_gib",
+    "kernels",
     "tensorboard",
     "wandb",
     "mlflow",
 )
+
+
+def kernels_of(config: Config) -> Kernels:
+    """``config.kernels``.
+
+    Raises:
+        UserError: an implementation that there is not.
+    """
+    return build(Kernels, config.kernels, "kernels")
 
 
 def say(message: str) -> None:
@@ -142,6 +154,17 @@ def _refuse_other_config(path: Path, mine: dict[str, Any], workdir: Path) -> Non
             )
 
 
+def cache_bytes(config: Config) -> int | None:
+    """Bytes of the sampler's cache; None where the engine is to choose.
+
+    Raises:
+        UserError: a negative or infinite size.
+    """
+    if not 0 <= config.cache_gib < 2**30:
+        raise UserError(f"cache_gib is {config.cache_gib}; expected GiB of cache, or 0")
+    return int(config.cache_gib * 2**30) or None
+
+
 def open_base(config: Config) -> Base:
     """Builds the mesh and loads the base, with progress.
 
@@ -162,7 +185,7 @@ def open_base(config: Config) -> Base:
         progress = progress or Progress("loading base", total, per=1e6, unit="MB")
         progress.update(done)
 
-    base = base_lib.load(config.base, devices, config.dtype, report, config.quantise)
+    base = base_lib.load(config.base, devices, config.dtype, report, config.quantise, kernels_of(config))
     multihost.require_same("the base", lambda: base.fingerprint)
     processes = f" of {multihost.count()} processes" if multihost.count() > 1 else ""
     say(

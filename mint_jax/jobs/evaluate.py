@@ -32,7 +32,8 @@ from mint_jax.lora.tree import Slot, Stacks
 from mint_jax.metrics import Progress
 from mint_jax.models.base import Base
 from mint_jax.residency.pool import Held, Pool
-from mint_jax.rollout.engine import Completion, DenseEngine, Request
+from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.request import Completion, Request
 from mint_jax.rollout.score import Scorer
 
 
@@ -42,12 +43,13 @@ class Settings(settings.WithCatalog):
 
     Attributes:
         env: the task.
-        seed: completion i of example k uses seed + k * samples + i.
+        seed: completion i of example k draws from a hash of seed + k * samples and i.
         examples: held-out examples at most.
         samples: completions an example.
         adapters: label -> policy@alias, policy@12, a digest or a PEFT directory; empty is the base.
         sampling: how completions are drawn.
         max_rows: rows that are sampled together.
+        cache_gib: of the sampler's cache, GiB at most; 0: one on a CPU, most of the free memory elsewhere.
         slots: adapters in one batch, and on the device at once.
         reward_timeout: seconds that the reward of one completion may take; 0: any time.
     """
@@ -59,6 +61,7 @@ class Settings(settings.WithCatalog):
     adapters: dict[str, Place]
     sampling: Sampling | None = None
     max_rows: Count = 64
+    cache_gib: float = 0.0
     slots: Count = 64
     reward_timeout: float = scoring.TIMEOUT_S
 
@@ -195,11 +198,12 @@ def _sample(
     parties = [[*names[k : k + config.slots], BASE] for k in range(0, max(1, len(names)), config.slots)]  # a lone adapter has the base
     names.append(BASE)
     progress = Progress("evaluate", len(parties) + 2 * len(names))
-    engine, scorer = DenseEngine(base, base.need_tokenizer().decode, config.max_rows), Scorer(base)
+    decode = base.need_tokenizer().decode
+    engine, scorer = Engine(base, decode, config.max_rows, cache_bytes=common.cache_bytes(config)), Scorer(base)
     among: Completions = {}
     for k, party in enumerate(parties):
         with pool.hold(party) as held:
-            among |= sample_together(engine, requests, held, party)
+            among |= sample_together(engine, requests, held, party, "in one batch")
         progress.update(k + 1, f"{len(party)} in one batch")
     alone: Completions = {}
     scores: Scores = {}
@@ -207,7 +211,7 @@ def _sample(
         name = revisions[text].digest if text in revisions else text  # it may stand for another revision by now
         with Pool(base, AdapterSource(base, catalog), [name], 1) as own, own.hold([name]) as held:
             slot = held.slot(name)
-            alone |= sample_together(engine, requests, Held({text: slot} if slot else {}, held.stacks), [text])
+            alone |= sample_together(engine, requests, Held({text: slot} if slot else {}, held.stacks), [text], "alone")
             progress.update(len(parties) + 2 * k + 1, f"{text or 'base'} alone")
             scores[text] = _scores(scorer, requests[text], (alone[text], among[text]), slot, held.stacks)
             progress.update(len(parties) + 2 * k + 2, f"{text or 'base'} scored")
@@ -229,13 +233,16 @@ def _scores(
     return [found[row] for row in rows[0]], [found[row] for row in rows[1]]
 
 
-def sample_together(engine: DenseEngine, requests: Mapping[str, Sequence[Request]], held: Held, names: Sequence[str]) -> Completions:
+def sample_together(
+    engine: Engine, requests: Mapping[str, Sequence[Request]], held: Held, names: Sequence[str], tenant: str
+) -> Completions:
     """Completions of each of several adapters' requests, in one batch.
 
-    The requests of one example stand side by side, so that every group of rows that runs together is mixed.
+    The requests of one example stand side by side, so that every group of rows that runs together is mixed. Under a tenant of its own a
+    call reads its prompts itself: what another left of them in the cache would not be judged again.
     """
     asked = [(text, request) for same in zip(*(requests[text] for text in names), strict=True) for text, request in zip(names, same)]
-    mixed = [dataclasses.replace(request, adapter=held.slot(text)) for text, request in asked]
+    mixed = [dataclasses.replace(request, adapter=held.slot(text), tenant=tenant) for text, request in asked]
     out: Completions = {text: [] for text in names}
     for (text, _), completions in zip(asked, engine.generate(mixed, held.stacks)):
         out[text].append(completions)

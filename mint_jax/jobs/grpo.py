@@ -33,7 +33,8 @@ from mint_jax.models import base as base_lib
 from mint_jax.models import router
 from mint_jax.models.base import DTYPES, Base
 from mint_jax.residency.pool import Held
-from mint_jax.rollout.engine import Completion, DenseEngine, Request
+from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.request import Completion, Request
 from mint_jax.train import advantages, schedule
 from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.trainer import Trainer
@@ -46,7 +47,7 @@ class Sampling:
     Attributes:
         prompts: prompts a step.
         group_size: rollouts a prompt.
-        max_tokens, stop: see ``rollout.engine.Request``.
+        max_tokens, stop: see ``rollout.request.Request``.
         temperature: above 0 in training, which is of the distribution that is sampled: log-probabilities of ``logits / temperature``.
         top_k, top_p, min_p: off in training. A filter's support moves with the policy, so that the gradient of what it draws is not that of
             the renormalised probabilities: such rollouts cannot train.
@@ -144,6 +145,7 @@ class Settings(settings.Training):
         reward_workers: threads that compute rewards.
         reward_timeout: seconds that the reward of one completion may take; 0: any time.
         max_rows: rows that are sampled together.
+        cache_gib: of the sampler's cache, GiB at most; 0: one on a CPU, most of the free memory elsewhere.
         keep_rollouts: rollouts of this many last steps are kept in the catalog; 0 keeps none.
         eval: how policies are evaluated before and after training.
         router_noise: spread of the noise on the weights of the trainer's routers, for studies of replay.
@@ -156,6 +158,7 @@ class Settings(settings.Training):
     reward_workers: Count = 4
     reward_timeout: float = scoring.TIMEOUT_S
     max_rows: Count = 256
+    cache_gib: float = 0.0
     keep_rollouts: Natural = 8
     eval: HeldOut = HeldOut()
     router_noise: float = 0.0
@@ -219,21 +222,21 @@ class ConcurrentGrpo:
         self.trainer = Trainer(trained_through(base, config), policies, config.max_tokens_per_pass, config.remat)
         tokenizer = base.need_tokenizer()
         replay = base.cfg.experts is not None and any(m.sampling.replay for m in self.members.values())
-        self.engine = DenseEngine(base, tokenizer.decode, config.max_rows, keep_routes=replay)
+        self.engine = Engine(base, tokenizer.decode, config.max_rows, keep_routes=replay, cache_bytes=common.cache_bytes(config))
         self.stop_ids = tokenizer.eos_ids
         self.tokens = 0  # sampled in this process
         self.watch = scoring.Watch(config.reward_timeout)
         self.fixed: dict[str, str] = {}  # policy -> what its rollouts are drawn from, where that is another adapter
         self._held, self._revisions = Held({}, {}), dict[str, str]()  # where those are, and their digests by policy
-        self._books: dict[tuple[str, ...], tuple[ShapeBook, ShapeBook]] = {}
+        self._books: dict[tuple[str, ...], ShapeBook] = {}
 
-    def books(self, names: Sequence[str]) -> tuple[ShapeBook, ShapeBook]:
-        """The padded sizes of rollouts and of updates of policies that work together.
+    def book(self, names: Sequence[str]) -> ShapeBook:
+        """The padded sizes of updates of policies that work together.
 
-        Padding decides the order of sums. Each unit has books of its own: what it computes follows from its own steps, whatever
+        Padding decides the order of sums. Each unit has a book of its own: what it computes follows from its own steps, whatever
         other policies are in training and whichever rewards come first.
         """
-        return self._books.setdefault(tuple(sorted(names)), (ShapeBook(), ShapeBook()))
+        return self._books.setdefault(tuple(sorted(names)), ShapeBook())
 
     @contextlib.contextmanager
     def sampling_from(self, fixed: dict[str, str], catalog: JobCatalog) -> Iterator[None]:
@@ -253,14 +256,13 @@ class ConcurrentGrpo:
     def rollout(self, names: Sequence[str], step: int) -> dict[str, Rollout]:
         """Samples all these policies' prompts: in one engine call, and one more for those that sample from fixed revisions."""
         order = multihost.agree("data order", lambda: {name: self._draw(name, step) for name in names})
-        shapes, _ = self.books(names)
         fixed = {name: self._held.slots[text] for name, text in self.fixed.items()}
-        out = self._sample([n for n in names if n not in fixed], order, self.trainer.slots, self.trainer.stacks, shapes)
-        out |= self._sample([n for n in names if n in fixed], order, fixed, self._held.stacks, shapes)
+        out = self._sample([n for n in names if n not in fixed], order, self.trainer.slots, self.trainer.stacks)
+        out |= self._sample([n for n in names if n in fixed], order, fixed, self._held.stacks)
         return {name: out[name] for name in names}
 
     def _sample(
-        self, names: Sequence[str], order: dict[str, list[tuple[int, int]]], slots: dict[str, Slot], stacks: Stacks, shapes: ShapeBook
+        self, names: Sequence[str], order: dict[str, list[tuple[int, int]]], slots: dict[str, Slot], stacks: Stacks
     ) -> dict[str, Rollout]:
         out = {name: Rollout([], [], [], self._revisions.get(name)) for name in names}
         requests, owners = [], []
@@ -274,7 +276,7 @@ class ConcurrentGrpo:
                 out[name].examples.append(m.env.train[index])
                 out[name].prompts.append(m.train[index])
                 owners.append(name)
-        for name, completions in zip(owners, self.engine.generate(requests, stacks, shapes=shapes)):
+        for name, completions in zip(owners, self.engine.generate(requests, stacks)):
             out[name].completions.append(completions)
             self.tokens += sum(len(c.tokens) for c in completions)
         return out
@@ -300,7 +302,7 @@ class ConcurrentGrpo:
         scored = {name: (rollout, np.array(agreed[name], np.float64)) for name, (rollout, _) in scored.items()}
         groups = {name: rollout_groups(self.members[name].sampling, *scored[name]) for name in scored}
         out: dict[str, dict[str, float]] = {}
-        _, shapes = self.books(list(scored))
+        shapes = self.book(list(scored))
         for k in range(max(self.members[n].sampling.updates for n in scored)):
             out |= self.trainer.update({n: g for n, g in groups.items() if k < self.members[n].sampling.updates}, shapes)
         for name, (rollout, rewards) in scored.items():
@@ -347,7 +349,7 @@ def trained_through(base: Base, config: Config) -> Base:
     """
     dtype = config.trainer_dtype
     if dtype and DTYPES.get(dtype) != base.dtype:
-        own = base_lib.load(config.base, base.mesh, dtype, quantise=config.quantise)
+        own = base_lib.load(config.base, base.mesh, dtype, quantise=config.quantise, kernels=base.cfg.kernels)
         common.say(f"the trainer has a base of its own in {dtype}: {own.nbytes / 1e6:.0f} MB more")
         base = own
     std = config.router_noise
@@ -426,7 +428,7 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     units = schedule.units_of(list(config.policies), config.schedule, config.cohorts)
     base = common.open_base(config)
     job = ConcurrentGrpo(config, base)
-    books = {name: job.books(names) for names in units for name in names}
+    books = {name: (job.book(names),) for names in units for name in names}
     with TrainingRun(config, workdir, job.trainer, books, {n: m.sampling.drawing for n, m in job.members.items()}) as run:
         if run.finished:
             return run.result()

@@ -1,14 +1,17 @@
 """Completions of given prompts: JSONL in, JSONL out, base and adapters mixed in one batch.
 
 A line is ``{"prompt": "text"}``, ``{"messages": [...]}`` or ``{"tokens": [...]}``, with an optional ``id``, ``adapter`` (a PEFT
-directory, or a revision of ``config.catalog``), any setting of ``config.sampling`` in place of its default, and ``logit_bias``, what
-is added to logits by token id, ``{"17": -100}``. A result is ``{"id", "prompt_tokens", "revision", "completions": [{"tokens",
-"logprobs", "text", "finish"}]}``, in the order of the input, with ``top_logprobs`` as lists of [token, log-probability] where a line
-asks for them; ``revision`` is the digest of the adapter that drew the tokens, null for the bare base. More adapters than
-``config.slots`` take turns. A run that was interrupted is resumed by the same command; see ``output``.
+directory, or a revision of ``config.catalog``), any setting of ``config.sampling`` in place of its default, ``logit_bias``, what
+is added to logits by token id, ``{"17": -100}``, and ``target_prompt_logprobs`` and ``prompt_logprobs_last_n``, see
+``rollout.request``. A result is ``{"id", "prompt_tokens", "revision", "completions": [{"tokens", "logprobs", "text", "finish"}]}``,
+in the order of the input, with ``top_logprobs`` as lists of [token, log-probability] where a line asks for them, and what it asks of
+its prompt's places by the settings' names; ``revision`` is the digest of the adapter that drew the tokens, null for the bare base.
+More adapters than ``config.slots`` take turns. A run that was interrupted is resumed by the same command; see ``output``.
 """
 
 import dataclasses
+import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,8 @@ from mint_jax.jobs.settings import Count, Natural, Place
 from mint_jax.metrics import Progress
 from mint_jax.models.base import Base
 from mint_jax.residency.pool import Turn
-from mint_jax.rollout.engine import Completion, DenseEngine, Request
+from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.request import Completion, Request
 
 SETTINGS = {  # per-line settings and their types
     "max_tokens": (int,),
@@ -36,6 +40,14 @@ SETTINGS = {  # per-line settings and their types
     "presence_penalty": (int, float),
     "ignore_eos": (bool,),
     "top_logprobs": (int,),
+    "prompt_logprobs": (bool,),
+    "top_prompt_logprobs": (int,),
+    "target_prompt_logprobs": (list, tuple),
+    "prompt_alternatives": (int,),
+    "prompt_logprobs_last_n": (int,),
+    "json_schema": (str, dict),
+    "regex": (str,),
+    "choice": (list, tuple),
     "seed": (int,),
     "n": (int,),
     "stop": (str, list, tuple),
@@ -56,7 +68,13 @@ class Sampling:
         frequency_penalty, presence_penalty: subtracted from the logit of a token for each time that the completion has it, and once.
         ignore_eos: go on behind the checkpoint's end tokens.
         top_logprobs: of so many of the likeliest tokens at each place the log-probabilities are written too.
-        seed: completion i uses seed + i; the same seed gives the same tokens in any batch.
+        prompt_logprobs: the log-probabilities of the prompt's tokens are written too.
+        top_prompt_logprobs: as ``top_logprobs``, at each place of the prompt.
+        prompt_alternatives: so many tokens are drawn at each place of the prompt, and written with their log-probabilities.
+        json_schema: the completion is JSON that this schema describes; a line may give it as an object.
+        regex: the completion matches this regular expression as a whole.
+        choice: the completion is one of these texts.
+        seed: completion i draws from a hash of seed and i; the same seed gives the same tokens in any batch.
         n: completions of a line.
         stop: strings that end a completion.
         stop_ids: token ids that end a completion, beside the checkpoint's own.
@@ -72,6 +90,12 @@ class Sampling:
     presence_penalty: float = 0.0
     ignore_eos: bool = False
     top_logprobs: Natural = 0
+    prompt_logprobs: bool = False
+    top_prompt_logprobs: Natural = 0
+    prompt_alternatives: Natural = 0
+    json_schema: str = ""
+    regex: str = ""
+    choice: tuple[str, ...] = ()
     seed: int = 0
     n: Count = 1
     stop: tuple[str, ...] = ()
@@ -87,6 +111,7 @@ class Settings(settings.WithCatalog):
         output: JSONL file of completions.
         slots: adapters on the device at once, of each rank bucket; more take turns.
         max_rows: rows that are sampled together.
+        cache_gib: of the sampler's cache, GiB at most; 0: one on a CPU, most of the free memory elsewhere.
         sampling: of lines that do not say otherwise.
     """
 
@@ -94,9 +119,11 @@ class Settings(settings.WithCatalog):
     output: Place = ""
     slots: Count = 64
     max_rows: Count = 64
+    cache_gib: float = 0.0
     sampling: Sampling = Sampling()
 
 
+OF_PROMPT = ("prompt_logprobs", "top_prompt_logprobs", "target_prompt_logprobs", "prompt_alternatives")
 KEYS = ("id", "adapter", "prompt", "messages", "tokens", "text", *SETTINGS)
 
 
@@ -109,6 +136,12 @@ def request_of(base: Base, row: dict[str, Any], defaults: dict[str, Any], where:
             raise UserError(f"{where}: {name} is {value!r}; expected {' or '.join(t.__name__ for t in wanted)}")
     ends = () if settings.pop("ignore_eos", False) or base.tokenizer is None else base.tokenizer.eos_ids
     settings["logit_bias"] = tuple(_bias(where, *one) for one in settings.get("logit_bias", {}).items())
+    if isinstance(schema := settings.get("json_schema"), dict):
+        settings["json_schema"] = json.dumps(schema)
+    settings |= {name: settings.get(name) or None for name in ("json_schema", "regex")}
+    settings["choice"] = tuple(settings.get("choice", ())) or None
+    if "target_prompt_logprobs" in settings:
+        settings["target_prompt_logprobs"] = tuple(_targets(where, ids) for ids in settings["target_prompt_logprobs"])
     settings["stop_ids"] = (*settings.get("stop_ids", ()), *ends)
     settings["stop"] = tuple([settings["stop"]] if isinstance(settings.get("stop"), str) else settings.get("stop", ()))
     return Request(prompt=tuple(_prompt(base, row, where)), **settings)
@@ -118,6 +151,14 @@ def _bias(where: str, token: str, bias: Any) -> tuple[int, float]:
     if not token.isdecimal() or isinstance(bias, bool) or not isinstance(bias, int | float):
         raise UserError(f'{where}: logit_bias has {token!r}: {bias!r}; expected numbers by token id, as in {{"17": -100}}')
     return int(token), float(bias)
+
+
+def _targets(where: str, ids: Any) -> tuple[int, ...]:
+    if not isinstance(ids, list | tuple) or not all(type(i) is int for i in ids):
+        raise UserError(
+            f"{where}: target_prompt_logprobs has {ids!r}; expected a list of token ids for each place of the prompt but the first"
+        )
+    return tuple(ids)
 
 
 def _prompt(base: Base, row: dict[str, Any], where: str) -> list[int]:
@@ -146,7 +187,8 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     with Output(path, len(rows), made_from(config, rows)) as output:
         todo = [n for n in range(len(rows)) if n not in output.rows]
         base = common.open_base(config)
-        engine = DenseEngine(base, base.tokenizer.decode if base.tokenizer is not None else None, config.max_rows)
+        decode = base.tokenizer.decode if base.tokenizer is not None else None
+        engine = Engine(base, decode, config.max_rows, cache_bytes=common.cache_bytes(config))
         requests = []
         for row, where in zip(rows, places):
             check_row(row, KEYS, where)
@@ -187,11 +229,20 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     }
 
 
+def _of_prompt(completion: Completion) -> dict[str, Any]:
+    """What was asked of the prompt's places; NaN, which JSON has not, is null."""
+    told = {name: getattr(completion, name) for name in OF_PROMPT}
+    if told["prompt_logprobs"] is not None:
+        told["prompt_logprobs"] = [None if math.isnan(p) else p for p in told["prompt_logprobs"]]
+    return {name: value for name, value in told.items() if value is not None}
+
+
 def _result(row: dict[str, Any], n: int, request: Request, revision: str | None, completions: list[Completion]) -> dict[str, Any]:
     return {
         "id": row.get("id", n),
         "prompt_tokens": list(request.prompt),
         "revision": revision,
+        **_of_prompt(completions[0]),
         "completions": [
             {"tokens": c.tokens, "logprobs": c.logprobs, "text": c.text, "finish": c.finish}
             | ({} if c.top_logprobs is None else {"top_logprobs": c.top_logprobs})

@@ -1,6 +1,6 @@
 """Would this base, with this many policies, fit that pod, and what would bound a step? Compiled, not run: no device is needed.
 
-The training step, the optimizer step, prefill and one token of decode are compiled for the named pod from shapes alone;
+The training step, the optimizer step, prefill of some blocks and one token of decode are compiled for the named pod from shapes alone;
 the compiler's own memory figures, FLOPs, collectives and a roofline estimate are printed, drawn and saved; so is what one
 process holds that both trains and samples.
 """
@@ -22,7 +22,8 @@ from mint_jax.jobs.common import Config, say
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models.base import DTYPES
-from mint_jax.models.config import from_hf
+from mint_jax.models.config import Kernels, from_hf
+from pallas_kernels import dispatch
 
 GIB = chips.GIB
 
@@ -38,6 +39,7 @@ class Settings:
         topology: a pod, such as v5p:2x2x1, or smallest: the smallest of a chip's pods that holds everything.
         chip: whose pods smallest tries.
         mesh: how the devices are divided.
+        kernels: which implementation each of our own kernels has.
         margin: of the memory of each device, to stay free.
         hlo: write the compiled programs beside the result.
         adapter: of every policy.
@@ -52,6 +54,7 @@ class Settings:
     topology: str
     chip: str = "v5p"
     mesh: settings.Mesh = settings.Mesh()
+    kernels: Kernels = Kernels()
     margin: float = 0.05
     hlo: bool = False
     adapter: AdapterConfig
@@ -64,10 +67,12 @@ class Question:
     """A config as plain objects, to be asked of one pod after another."""
 
     def __init__(self, config: Config):
+        settings.complete(config)  # a caller other than launch may leave settings out
+        self.fallen = dispatch.fallen.copy()  # until now
         if config.dtype not in DTYPES:
             raise choice("dtype", config.dtype, DTYPES)
         self.name, self.dtype, self.margin = config.base, DTYPES[config.dtype], float(config.margin)
-        self.cfg = from_hf(config.model.to_dict())
+        self.cfg = from_hf(config.model.to_dict()).replace(kernels=common.kernels_of(config))
         self.sizes = dict(config.mesh)
         self.adapter = common.build(AdapterConfig, config.adapter, "adapter")
         self.train = common.build(TrainShape, config.train, "train")
@@ -140,6 +145,7 @@ def _smallest(question: Question, chip: str) -> tuple[chips.Target, Plan, list[M
 
 def _result(question: Question, plan: Plan, target: chips.Target, measured: list[Measured]) -> dict[str, Any]:
     base, one = params_lib.count(plan.specs), params_lib.count(lora_tree.adapter_specs(plan.specs, question.adapter))
+    elsewhere = "pallas_tpu" if target.name.startswith("cuda:") else "pallas_gpu"  # kernels of other chips were never wanted
     return {
         "job": "scale_up",
         "model": question.name,
@@ -157,6 +163,11 @@ def _result(question: Question, plan: Plan, target: chips.Target, measured: list
         "adapters": question.rollout.adapters,
         "fits": int(all(m.fits(question.margin) for m in measured)),
         "colocated": colocated(measured, plan.base_bytes).json(question.margin),
+        "kernels_passed_over": [
+            {"op": op, "implementation": name, "reason": reason, "times": times}
+            for (op, name, reason), times in (dispatch.fallen - question.fallen).items()
+            if name != elsewhere
+        ],
     } | {m.program: m.json(question.margin) for m in measured}
 
 
@@ -171,5 +182,8 @@ def _show(question: Question, result: dict[str, Any], measured: list[Measured], 
     together = colocated(measured, result["base_bytes_per_device"])
     report.table(f"{base}\n{pod}\n{adapters}", aot_report.columns(measured), aot_report.rows(measured, together, question.margin))
     say("colocated: base, training state, adapters in sampling and caches resident together, and the largest temporaries of one program")
-    say("times are lower bounds: datasheet peaks, memory traffic of arguments and new outputs alone; decode is one token of every row")
+    say("times are lower bounds: datasheet peaks, memory traffic of arguments and new outputs alone")
+    for one in result["kernels_passed_over"]:
+        say(f"{one['op']}: {one['implementation']} was passed over {one['times']} times: {one['reason']}")
+    say("prefill is a call with the last blocks of prompts, decode the last token of every row")
     aot_report.picture(f"{base}\n{pod}; {adapters}", measured, workdir / "scale_up.png")

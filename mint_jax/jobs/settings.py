@@ -30,6 +30,7 @@ from ml_collections import ConfigDict
 from mint_jax.errors import UserError, choice
 from mint_jax.jobs import JOBS
 from mint_jax.lora.config import AdapterConfig
+from mint_jax.models.config import Kernels
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import LossConfig
 
@@ -80,6 +81,7 @@ class OnBase:
         dtype: storage and compute of the base: float32 or bfloat16.
         quantise: int8 or float8 stores the matrices of the layers in 8 bits; empty: as dtype says.
         mesh: how the devices are divided.
+        kernels: which implementation each of our own kernels has.
     """
 
     job: str
@@ -87,6 +89,7 @@ class OnBase:
     dtype: str = "float32"
     quantise: str = ""
     mesh: Mesh = Mesh()
+    kernels: Kernels = Kernels()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -234,7 +234,8 @@ class TrainingRun:
         self.step, self.notes = extra["step"], extra["notes"]
         for name, books in self.shapes.items():
             shapes = extra["shapes"]  # in checkpoints of before a list, that of updates first: all policies shared their books
-            for book, seen in zip(books, shapes[::-1] if isinstance(shapes, list) else shapes[name]):
+            held = shapes[::-1] if isinstance(shapes, list) else shapes[name]
+            for book, seen in zip(books, held[-len(books) :]):  # those of sampling came first, as long as it had some
                 book.seen = [tuple(shape) for shape in seen]
         common.say(f"resumed checkpoint {number}: " + ", ".join(f"{n} at step {s}" for n, s in self.step.items()))
         return extra["exported"]

@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from mint_jax.lora.rows import Ends, RowAdapters
+
 
 @struct.dataclass
 class BoundAdapters:
@@ -36,9 +38,58 @@ class BoundAdapters:
     def total_blocks(self) -> int:
         return sum(self.blocks) + self.base_blocks
 
+    @property
+    def targeted(self) -> bool:
+        """Whether any adapter has factors here."""
+        return any(self.buckets)
+
     def at(self, name: str) -> "BoundAdapters":
         """The adapters below one name of the tree; buckets without it become empty."""
         return dataclasses.replace(self, buckets=tuple(tree.get(name, {}) for tree in self.buckets))
+
+    def block_of_rows(self, rows: int) -> jax.Array:
+        """``[B]`` int32: the block of each row.
+
+        Raises:
+            ValueError: rows that do not fall into equal blocks.
+        """
+        if rows % self.total_blocks:
+            raise ValueError(f"{rows} rows do not fall into {self.total_blocks} equal blocks")
+        return jnp.arange(rows, dtype=jnp.int32) // (rows // self.total_blocks)
+
+    def over(self, fn: Callable[[Any, jax.Array], jax.Array], x: jax.Array, d_out: int, dtype: Any, fan: int = 1) -> jax.Array | None:
+        """Applies ``fn(factors, x[P, rows, T, ...]) -> [P, rows, T, d_out]`` to each bucket's rows; zeros for the others.
+
+        Every bucket is ``{"a": [P, R, D], "b": [P, R, F]}`` or ``{}``: the adapters of one projection.
+
+        Args:
+            x: ``[B, T, ...]``, rows in block order; B is a multiple of the number of blocks.
+            fan: of no matter here, see ``RowAdapters.over``.
+
+        Returns:
+            ``[B, T, d_out]``, or None when no bucket targets this projection.
+        """
+        if not self.targeted:
+            return None
+        B, T = x.shape[:2]
+        rows = B // self.total_blocks
+        if rows * self.total_blocks != B:
+            raise ValueError(f"{B} rows do not fall into {self.total_blocks} equal blocks")
+        parts, start = [], 0
+        for factors, blocks in zip((*self.buckets, {}), (*self.blocks, self.base_blocks)):
+            if not blocks:
+                continue
+            stop = start + blocks * rows
+            if factors:
+                part = fn(factors, x[start:stop].reshape(blocks, rows, *x.shape[1:]))
+                parts.append(part.reshape(blocks * rows, T, d_out))
+            else:
+                parts.append(jnp.zeros((blocks * rows, T, d_out), dtype))
+            start = stop
+        return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+
+
+AnyAdapters = BoundAdapters | RowAdapters  # what a projection takes: adapters of blocks of rows, or of rows that name slots
 
 
 def lora_delta(x_MD: jax.Array, a_RD: jax.Array, b_RF: jax.Array) -> jax.Array:
@@ -53,53 +104,37 @@ def lora_delta(x_MD: jax.Array, a_RD: jax.Array, b_RF: jax.Array) -> jax.Array:
 lora_delta_per_block = jax.vmap(lora_delta)  # [P, M, D], [P, R, D], [P, R, F] -> [P, M, F]
 
 
-def over_blocks(fn: Callable[[Any, jax.Array], jax.Array], x: jax.Array, lora: BoundAdapters, d_out: int, dtype: Any) -> jax.Array | None:
-    """Applies ``fn(factors, x[P, rows, T, ...]) -> [P, rows, T, d_out]`` to each bucket's rows; zeros for the others.
+def _of_blocks(factors: Any, x: jax.Array) -> jax.Array:
+    x_PMD = x.reshape(x.shape[0], -1, x.shape[-1])
+    return lora_delta_per_block(x_PMD, factors["a"], factors["b"])
+
+
+def batch_delta(x_BTD: jax.Array, lora: AnyAdapters, d_out: int) -> jax.Array | None:
+    """The deltas of one projection for all rows, ``[B, T, F]``; None when no adapter targets it."""
+    return lora.over(_of_blocks, x_BTD, d_out, x_BTD.dtype)
+
+
+def add_delta(x_BTD: jax.Array, y_BTF: jax.Array, lora: AnyAdapters, ends: Ends) -> jax.Array:
+    """The base's result with the deltas of one projection.
 
     Args:
-        x: ``[B, T, ...]``, rows in block order; B is a multiple of the number of blocks.
-        lora: adapters of one projection: every bucket is ``{"a": [P, R, D], "b": [P, R, F]}`` or ``{}``.
-
-    Returns:
-        ``[B, T, d_out]``, or None when no bucket targets this projection.
+        ends: logical axes of D and F.
     """
-    if not any(lora.buckets):
-        return None
-    B, T = x.shape[:2]
-    rows = B // lora.total_blocks
-    if rows * lora.total_blocks != B:
-        raise ValueError(f"{B} rows do not fall into {lora.total_blocks} equal blocks")
-    parts, start = [], 0
-    for factors, blocks in zip((*lora.buckets, {}), (*lora.blocks, lora.base_blocks)):
-        if not blocks:
-            continue
-        stop = start + blocks * rows
-        if factors:
-            part = fn(factors, x[start:stop].reshape(blocks, rows, *x.shape[1:]))
-            parts.append(part.reshape(blocks * rows, T, d_out))
-        else:
-            parts.append(jnp.zeros((blocks * rows, T, d_out), dtype))
-        start = stop
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+    if isinstance(lora, RowAdapters):
+        return lora.onto(_of_blocks, x_BTD, y_BTF, ends)
+    delta = batch_delta(x_BTD, lora, y_BTF.shape[-1])
+    return y_BTF if delta is None else y_BTF + delta
 
 
-def batch_delta(x_BTD: jax.Array, lora: BoundAdapters, d_out: int) -> jax.Array | None:
-    """The deltas of one projection for all rows, ``[B, T, F]``; None when no adapter targets it."""
-
-    def delta(factors: Any, x: jax.Array) -> jax.Array:
-        x_PMD = x.reshape(x.shape[0], -1, x.shape[-1])
-        return lora_delta_per_block(x_PMD, factors["a"], factors["b"])
-
-    return over_blocks(delta, x_BTD, lora, d_out, x_BTD.dtype)
-
-
-def embedding_delta(tokens_BT: jax.Array, lora: BoundAdapters, d_out: int, dtype: Any) -> jax.Array | None:
+def embedding_delta(tokens_BT: jax.Array, lora: AnyAdapters, d_out: int, dtype: Any) -> jax.Array | None:
     """The deltas of the embedding, ``[B, T, D]``: its input is one-hot, so ``x A^T`` is a lookup in ``A [R, V]``."""
 
     chex.assert_rank(tokens_BT, 2)
+    if isinstance(lora, RowAdapters):
+        return lora.embedded(tokens_BT, d_out, dtype)
 
     def delta(factors: Any, tokens: jax.Array) -> jax.Array:
         h_PMR = jax.vmap(lambda a_RV, tokens_M: a_RV[:, tokens_M].T)(factors["a"], tokens.reshape(tokens.shape[0], -1))
         return jnp.einsum("PMR,PRF->PMF", h_PMR, factors["b"], preferred_element_type=jnp.float32).astype(dtype)
 
-    return over_blocks(delta, tokens_BT, lora, d_out, dtype)
+    return lora.over(delta, tokens_BT, d_out, dtype)

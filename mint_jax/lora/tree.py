@@ -25,6 +25,7 @@ from mint_jax.errors import UserError
 from mint_jax.lora.apply import BoundAdapters
 from mint_jax.lora.config import LINEAR_TARGETS, MAX_RANK, AdapterConfig, bucket_of  # noqa: F401 - others import them from here
 from mint_jax.lora.finite import all_finite
+from mint_jax.lora.rows import RowAdapters, RowBucket
 from mint_jax.params import ParamSpec
 
 ALL_LINEAR = "all-linear"  # every projection but embedding, unembedding and router, whatever the base calls them
@@ -295,6 +296,28 @@ def bind(parts: Iterable[tuple[Any, jax.Array]], base_blocks: int = 0, dtype: An
         buckets.append(tree)
         blocks.append(scale.shape[0])
     return BoundAdapters(tuple(buckets), tuple(blocks), base_blocks)
+
+
+def name_slots(stacks: "Stacks", slots: Mapping[int, jax.Array], kernel: str = "xla") -> RowAdapters | None:
+    """Resident adapters for rows that each name a slot; None without any stack.
+
+    Args:
+        slots: of each bucket ``[B]`` int32, -1 for rows that name none there.
+        kernel: of dense projections, see ``RowAdapters``.
+    """
+    if not stacks:
+        return None
+    return RowAdapters(tuple(_row_bucket(stacks[bucket], slots[bucket]) for bucket in sorted(stacks)), kernel=kernel)
+
+
+def _row_bucket(stack: AdapterStack, slots_B: jax.Array) -> RowBucket:
+    B, C = slots_B.shape[0], min(slots_B.shape[0], stack.slots)
+    first = jnp.argmax(slots_B[:, None] == slots_B[None], axis=1)  # of the rows of the same slot
+    leads = (first == jnp.arange(B)) & (slots_B >= 0)
+    number = jnp.cumsum(leads) - 1
+    distinct = jnp.zeros((C,), jnp.int32).at[jnp.where(leads, number, C)].set(slots_B, mode="drop")
+    form = jnp.minimum(jnp.sum(leads), 2).astype(jnp.int32)
+    return RowBucket(stack.factors, stack.scale, slots_B, form, distinct, number[first].astype(jnp.int32))
 
 
 def adapter_nbytes(base_specs: Any, config: AdapterConfig) -> int:

@@ -1,20 +1,16 @@
-"""Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245) over packed rows, and over a cache.
+"""Grouped-query attention (Ainslie et al. 2023, arXiv 2305.13245) over packed rows; ``paged.py`` has that over a cache.
 
 A row may hold several segments. A token attends to earlier tokens of its own segment and of its *parent* segment: with
 a prompt as the parent of its rollouts, a GRPO group keeps its prompt once. Scores are computed in blocks of queries
-against only the keys before them, and recomputed in the backward pass (FlashAttention, arXiv 2205.14135, section 3.1).
-
-With a cache, attention to each of its parts is a softmax of its own; ``merge`` makes one of them by the statistics that
-blocks leave (section 3.1 there, Algorithm 1 line 12), so that neither caches nor scores are ever concatenated. Cached keys
-and values are stored as decoding reads them, heads before positions: each head's are one matrix.
+against only the keys before them, and recomputed in the backward pass (FlashAttention, arXiv 2205.14135, section 3.1). On a TPU a
+kernel of ``pallas_kernels`` does that in a core's memory; XLA writes every block's scores to the device's and reads them again.
 
 Axes: B rows, T query tokens, S key positions, N query heads, K kv heads, G query heads per kv head, H head dim of queries
-and keys, V head dim of values, M = G T queries of a kv head, Q rows of a cache part, W = B / Q rows that share one of them.
+and keys, V head dim of values, M = G T queries of a kv head.
 """
 
 import functools
 import math
-from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import chex
@@ -23,6 +19,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from mint_jax import sharding
+from pallas_kernels import packed_attention as kernels
+from pallas_kernels.dispatch import Implementation, anything, run
+from pallas_kernels.partial import MASKED, partial_softmax
 
 # Static query blocks of a row: each sees only the keys before its end, so that half of the scores are never computed. Forward and
 # backward, 4 rows of 1,024 tokens, 9 heads of 64, two AVX-512 cores: 1 block 479 ms, 2 348, 4 268, 8 220, 16 204. Each block is code
@@ -30,9 +29,6 @@ from mint_jax import sharding
 MAX_CAUSAL_BLOCKS = 8
 MIN_BLOCK = 64
 SCORE_BYTES = 256 << 20  # bound on one device's scores of a block; larger ones are computed in slices
-# What a masked score is: so low that its weight underflows to 0, and finite, for a row of padding sees no key at all. With -inf
-# its largest score would be -inf too, and -inf - -inf is NaN, in that row's output and, backwards, in every weight.
-MASKED = -1e30
 
 
 class Segments(NamedTuple):
@@ -53,49 +49,27 @@ class Context(NamedTuple):
     Attributes:
         cos, sin: rotary tables ``[B, T, rope_dim / 2]``.
         segments: packed rows; None when a cache is read.
-        lengths: valid positions of each cache part, ``[Q]`` or scalar int32; None without a cache.
     """
 
     cos: jax.Array
     sin: jax.Array
     segments: Segments | None
-    lengths: tuple[jax.Array, ...] | None
-
-
-class Past(NamedTuple):
-    """Cached keys and values that precede the current tokens, in one or more parts.
-
-    Attributes:
-        k, v: per part ``[Q, K, S, H]``, shared by ``W`` consecutive rows each.
-        length: per part ``[Q]`` or scalar int32: how many positions are valid.
-    """
-
-    k: tuple[jax.Array, ...]
-    v: tuple[jax.Array, ...]
-    length: tuple[jax.Array, ...]
-
-
-class Partial(NamedTuple):
-    """Attention to some of the keys, before it is divided by the sum of its weights.
-
-    Attributes:
-        top: ``[..., 1]`` float32, the largest score.
-        total: ``[..., 1]``, sum of ``exp(score - top)``.
-        value: ``[..., V]``, sum of ``exp(score - top) v``.
-    """
-
-    top: jax.Array
-    total: jax.Array
-    value: jax.Array
 
 
 def packed_attention(
-    q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKV: jax.Array, segments: Segments, scale: float, chosen: jax.Array | None = None
+    q_BTNH: jax.Array,
+    k_BTKH: jax.Array,
+    v_BTKV: jax.Array,
+    segments: Segments,
+    scale: float,
+    chosen: jax.Array | None = None,
+    kernel: str = "auto",
 ) -> jax.Array:
     """Causal attention within segments and their parents; ``[B, T, N, V]`` in the dtype of ``q``.
 
     Args:
         chosen: the keys that each query may see at all, ``[B, T, ceil(T / 8)]`` as ``pack_keys`` packs them; None for all.
+        kernel: see ``config.Kernels``.
     """
     chex.assert_rank([q_BTNH, v_BTKV], 4)
     B, T, N, H = q_BTNH.shape
@@ -106,71 +80,8 @@ def packed_attention(
     q = checkpoint_name(sharding.constrain(q, "batch", "kv_heads", None, "tokens", None), "query")
     k, v = (sharding.constrain(x.transpose(0, 2, 1, 3), "batch", "kv_heads", "tokens", None) for x in (k_BTKH, v_BTKV))
     k, v = checkpoint_name(k, "key"), checkpoint_name(v, "value")
-    size = max(MIN_BLOCK, -(-T // MAX_CAUSAL_BLOCKS))
-    out = []
-    for start in range(0, T, size):
-        stop = min(start + size, T)
-        queries = segments.own[:, start:stop], segments.parent[:, start:stop]
-        bits = None if chosen is None else chosen[:, start:stop, : -(-stop // 8)]
-        out.append(_block(q[:, :, :, start:stop], k[:, :, :stop], v[:, :, :stop], *queries, segments.own[:, :stop], bits, start, scale))
-    o = out[0] if len(out) == 1 else jnp.concatenate(out, axis=3)
+    o: jax.Array = _attended(q, k, v, segments.own, segments.parent, chosen, scale, kernel)  # type: ignore[assignment]
     return o.transpose(0, 3, 1, 2, 4).reshape(B, T, N, V)
-
-
-def cached_attention(q_BTNH: jax.Array, k_BKTH: jax.Array, v_BKTH: jax.Array, past: Past, scale: float) -> jax.Array:
-    """Attention of T new tokens to all valid cached positions and causally to each other; ``[B, T, N, H]``."""
-    chex.assert_rank([q_BTNH, k_BKTH], 4)
-    B, T, N, H = q_BTNH.shape
-    K = k_BKTH.shape[1]
-    chex.assert_shape([k_BKTH, v_BKTH], (B, K, T, H))
-    G = N // K
-
-    def part(k_QKSH: jax.Array, v_QKSH: jax.Array, allowed: jax.Array) -> Partial:
-        Q, _, S, _ = k_QKSH.shape
-        W = B // Q
-        rows, heads, positions, _ = axes = sharding.cache_axes(k_QKSH.shape)
-        k_QKSH, v_QKSH = sharding.constrain(k_QKSH, *axes), sharding.constrain(v_QKSH, *axes)
-        q_QKMH = q_BTNH.reshape(Q, W, T, K, G, H).transpose(0, 3, 1, 2, 4, 5).reshape(Q, K, W * T * G, H)
-        q_QKMH = sharding.constrain(q_QKMH, rows, heads, None, None)
-        s = jnp.einsum("QKMH,QKSH->QKMS", q_QKMH, k_QKSH, preferred_element_type=jnp.float32) * scale
-        s = sharding.constrain(s, rows, heads, None, positions)
-
-        def weigh(p: jax.Array) -> jax.Array:
-            o = jnp.einsum("QKMS,QKSH->QKMH", p.astype(v_QKSH.dtype), v_QKSH, preferred_element_type=jnp.float32)
-            return sharding.constrain(o, rows, heads, None, None)
-
-        stats = partial_softmax(jnp.where(allowed, s.reshape(Q, K, W, T, G, S), MASKED).reshape(s.shape), weigh)
-        return Partial(*(x.reshape(Q, K, W, T, G, -1).transpose(0, 2, 3, 1, 4, 5).reshape(B, T, N, -1) for x in stats))
-
-    parts = [part(k, v, valid(length, len(k), k.shape[2])[:, None, None, None, None]) for k, v, length in zip(past.k, past.v, past.length)]
-    own = part(k_BKTH, v_BKTH, causal(T)[None, None, None, :, None])
-    return sharding.constrain(merge([*parts, own]).astype(q_BTNH.dtype), "batch", None, "q_heads", None)
-
-
-def partial_softmax(s: jax.Array, weigh: Callable[[jax.Array], jax.Array]) -> Partial:
-    """Attention over the last axis of masked scores ``s``; ``weigh`` sums values by weights of the shape of ``s``."""
-    top = jnp.max(s, axis=-1, keepdims=True)
-    p = jnp.exp(s - top)
-    return Partial(top, jnp.sum(p, axis=-1, keepdims=True), weigh(p))
-
-
-def merge(parts: Sequence[Partial]) -> jax.Array:
-    """Attention to the keys of all parts, ``[..., V]`` float32. A part whose keys are all masked has no weight."""
-
-    # Each part has divided by nothing yet: with the larger of both maxima as the common reference no weight overflows, and
-    # a part that lies far below, all masked ones among them, vanishes as it would have in one softmax over all keys.
-    def both(x: Partial, y: Partial) -> Partial:
-        top = jnp.maximum(x.top, y.top)
-        a, b = jnp.exp(x.top - top), jnp.exp(y.top - top)
-        return Partial(top, a * x.total + b * y.total, a * x.value + b * y.value)
-
-    whole = functools.reduce(both, parts)
-    return whole.value / whole.total
-
-
-def valid(length: jax.Array, Q: int, S: int) -> jax.Array:
-    """``[Q, S]``: which of a cache part's S positions hold a token."""
-    return jnp.arange(S)[None] < jnp.broadcast_to(length, (Q,))[:, None]
 
 
 def causal(T: int) -> jax.Array:
@@ -188,10 +99,25 @@ def unpack_keys(bits: jax.Array, S: int) -> jax.Array:
     return jnp.unpackbits(bits, axis=-1, count=S).astype(bool)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))
-def _block(q, k, v, own_q, parent_q, own_k, chosen, start, scale):
-    """One block of queries ``q [B, K, G, t, H]`` against ``k, v [B, K, S, .]``; ``start`` is its first query's index."""
-    return _block_forward(q, k, v, own_q, parent_q, own_k, chosen, start, scale)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def _attended(q, k, v, own, parent, chosen, scale, kernel):
+    """``[B, K, G, T, V]`` of ``q [B, K, G, T, H]`` and ``k, v [B, K, T, .]``."""
+    return _attended_forward(q, k, v, own, parent, chosen, scale, kernel)[0]
+
+
+def _attended_forward(q, k, v, own, parent, chosen, scale, kernel):
+    o, lse = run("packed_attention", FORWARD, kernel, (q, k, v, own, parent, chosen), scale=scale)
+    # Kept for the backward pass are the output and one number a query. The weights, which JAX's own derivative of a softmax
+    # would keep, are t times S numbers a head, and are computed again from these.
+    o, lse = checkpoint_name(o, "attended"), checkpoint_name(lse, "logsumexp")
+    return o, (q, k, v, own, parent, chosen, o, lse)
+
+
+def _attended_backward(scale, kernel, residuals, g):
+    return *run("packed_attention backward", BACKWARD, kernel, (*residuals, g), scale=scale), None, None, None
+
+
+_attended.defvjp(_attended_forward, _attended_backward)
 
 
 def seen(own_q, parent_q, own_k, start):
@@ -262,40 +188,85 @@ def _split_queries(own_q, parent_q, chosen, start, n):
     return *(split(x, n, 1) for x in (own_q, parent_q, chosen)), start + jnp.arange(n) * size
 
 
-def _block_forward(q, k, v, own_q, parent_q, own_k, chosen, start, scale):
-    n = _slices(q, k.shape[2])
-    if n == 1:
-        o, lse = _slice_forward(q, k, v, own_q, parent_q, own_k, chosen, start, scale)
-    else:
+# In plain XLA: blocks of queries one after another, those of a slice at a time.
 
-        def one(slices):
+
+def _blocks(q, own, parent, chosen):
+    """``(start, stop, own, parent, chosen)`` of each block of queries, with the bits of the keys before its end."""
+    T = q.shape[3]
+    size = max(MIN_BLOCK, -(-T // MAX_CAUSAL_BLOCKS))
+    for start in range(0, T, size):
+        stop = min(start + size, T)
+        bits = None if chosen is None else chosen[:, start:stop, : -(-stop // 8)]
+        yield start, stop, own[:, start:stop], parent[:, start:stop], bits
+
+
+def _forward_by_xla(q, k, v, own, parent, chosen, *, scale):
+    out = []
+    for start, stop, own_q, parent_q, bits in _blocks(q, own, parent, chosen):
+        q_block, k_block, v_block, own_k = q[:, :, :, start:stop], k[:, :, :stop], v[:, :, :stop], own[:, :stop]
+        n = _slices(q_block, stop)
+        if n == 1:
+            out.append(_slice_forward(q_block, k_block, v_block, own_q, parent_q, own_k, bits, start, scale))
+            continue
+
+        def one(slices, k=k_block, v=v_block, own_k=own_k):
             q, (own, parent, bits, at) = slices
             return _slice_forward(q, k, v, own, parent, own_k, bits, at, scale)
 
-        o, lse = jax.lax.map(one, (split(q, n, 3), _split_queries(own_q, parent_q, chosen, start, n)))
-        o, lse = unsplit(o, 3), unsplit(lse, 3)
-    # Kept for the backward pass are the output and one number a query. The weights, which JAX's own derivative of a softmax
-    # would keep, are t times S numbers a head, and are computed again from these.
-    o, lse = checkpoint_name(o, "attended"), checkpoint_name(lse, "logsumexp")
-    return o, (q, k, v, own_q, parent_q, own_k, chosen, o, lse)
+        parts = jax.lax.map(one, (split(q_block, n, 3), _split_queries(own_q, parent_q, bits, start, n)))
+        out.append(tuple(unsplit(x, 3) for x in parts))
+    o, lse = out[0] if len(out) == 1 else (jnp.concatenate(parts, axis=3) for parts in zip(*out))
+    return o, lse[..., 0]
 
 
-def _block_backward(start, scale, residuals, g):
-    q, k, v, own_q, parent_q, own_k, chosen, o, lse = residuals
-    n = _slices(q, k.shape[2])
-    if n == 1:
-        dq, dk, dv = _slice_backward(q, k, v, own_q, parent_q, own_k, chosen, start, scale, o, lse, g)
-    else:
+def _backward_by_xla(q, k, v, own, parent, chosen, o, lse, g, *, scale):
+    dq, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    for start, stop, own_q, parent_q, bits in _blocks(q, own, parent, chosen):
+        k_block, v_block, own_k = k[:, :, :stop], v[:, :, :stop], own[:, :stop]
+        rows = [x[:, :, :, start:stop] for x in (q, o, lse[..., None], g)]
+        n = _slices(rows[0], stop)
+        if n == 1:
+            q_block, *kept = rows
+            one, dk_block, dv_block = _slice_backward(q_block, k_block, v_block, own_q, parent_q, own_k, bits, start, scale, *kept)
+        else:
 
-        def add(sums, slices):
-            q, o, lse, g, (own, parent, bits, at) = slices
-            dq, dk, dv = _slice_backward(q, k, v, own, parent, own_k, bits, at, scale, o, lse, g)
-            return (sums[0] + dk, sums[1] + dv), dq
+            def add(sums, slices, k=k_block, v=v_block, own_k=own_k):
+                q, o, lse, g, (own, parent, bits, at) = slices
+                dq, dk, dv = _slice_backward(q, k, v, own, parent, own_k, bits, at, scale, o, lse, g)
+                return (sums[0] + dk, sums[1] + dv), dq
 
-        slices = *(split(x, n, 3) for x in (q, o, lse, g)), _split_queries(own_q, parent_q, chosen, start, n)
-        (dk, dv), dq = jax.lax.scan(add, (jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)), slices)
-        dq = unsplit(dq, 3)
-    return dq, dk.astype(k.dtype), dv.astype(v.dtype), None, None, None, None
+            slices = *(split(x, n, 3) for x in rows), _split_queries(own_q, parent_q, bits, start, n)
+            none = jnp.zeros(k_block.shape, jnp.float32), jnp.zeros(v_block.shape, jnp.float32)
+            (dk_block, dv_block), one = jax.lax.scan(add, none, slices)
+            one = unsplit(one, 3)
+        dq.append(one)
+        dk, dv = dk.at[:, :, :stop].add(dk_block), dv.at[:, :, :stop].add(dv_block)
+    return dq[0] if len(dq) == 1 else jnp.concatenate(dq, axis=3), dk.astype(k.dtype), dv.astype(v.dtype)
 
 
-_block.defvjp(_block_forward, _block_backward)
+# By the kernel.
+
+
+def _require(q, k, v, own, parent, chosen, *rest):
+    if chosen is not None:
+        raise NotImplementedError("which keys a query sees is chosen")
+    kernels.require_forward(q, k, v)
+
+
+def _forward_by_kernel(q, k, v, own, parent, chosen, *, scale, interpret=False):
+    rows, heads = sharding.fitting(k.shape[:2], "batch", "kv_heads")
+    specs = *((rows, heads),) * 3, (rows,), (rows,)
+    local = functools.partial(kernels.forward, scale=scale, interpret=interpret)
+    return sharding.over_devices(local, (q, k, v, own, parent), specs, ((rows, heads),) * 2)
+
+
+def _backward_by_kernel(q, k, v, own, parent, chosen, o, lse, g, *, scale, interpret=False):
+    rows, heads = sharding.fitting(k.shape[:2], "batch", "kv_heads")
+    specs = *((rows, heads),) * 3, (rows,), (rows,), *((rows, heads),) * 3
+    local = functools.partial(kernels.backward, scale=scale, interpret=interpret)
+    return sharding.over_devices(local, (q, k, v, own, parent, o, lse, g), specs, ((rows, heads),) * 3)
+
+
+FORWARD = (Implementation("pallas_tpu", "tpu", _forward_by_kernel, _require), Implementation("xla", None, _forward_by_xla, anything))
+BACKWARD = (Implementation("pallas_tpu", "tpu", _backward_by_kernel, _require), Implementation("xla", None, _backward_by_xla, anything))

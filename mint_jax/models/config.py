@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from mint_jax.errors import UserError
+from mint_jax.errors import UserError, choice
+from pallas_kernels import grouped_matmul, latent_attention, packed_lora, paged_attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +101,40 @@ class Indexer:
 
 
 @dataclasses.dataclass(frozen=True)
+class Kernels:
+    """Which implementation each op of ``pallas_kernels`` has: auto, or one that is named, which on a CPU runs in an interpreter.
+
+    Attributes:
+        packed_lora: adapters of experts: auto, xla, pallas_tpu or pallas_gpu.
+        grouped_matmul: experts' own matrices: auto, xla or pallas_gpu.
+        slot_lora: adapters of other projections where rows name slots, in sampling: auto, xla, pallas_tpu or pallas_gpu.
+        packed_attention: attention in training and scoring: auto, xla or pallas_tpu; where an indexer chooses keys it is xla.
+        paged_attention: grouped-query attention to the cache of samplers: auto, xla or pallas_tpu.
+        latent_attention: the same of multi-head latent attention; where an indexer chooses keys it is xla.
+    """
+
+    packed_lora: str = "auto"
+    grouped_matmul: str = "auto"
+    slot_lora: str = "auto"
+    packed_attention: str = "auto"
+    paged_attention: str = "auto"
+    latent_attention: str = "auto"
+
+    def __post_init__(self) -> None:
+        tables = {
+            "packed_lora": packed_lora.ADD,
+            "grouped_matmul": grouped_matmul.table(False),
+            "paged_attention": paged_attention.ATTEND,
+            "latent_attention": latent_attention.ATTEND,
+        }
+        known = {"slot_lora": ("pallas_tpu", "pallas_gpu", "xla"), "packed_attention": ("pallas_tpu", "xla")}
+        known |= {op: tuple(one.name for one in table) for op, table in tables.items()}
+        for op, names in known.items():
+            if getattr(self, op) not in ("auto", *names):
+                raise choice(f"kernels.{op}", getattr(self, op), ("auto", *names))
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """Dimensions and switches of a decoder. Letters as in the style of this code base: D, F, N, K, H, V, L.
 
@@ -127,6 +162,7 @@ class ModelConfig:
     dense_layers: int = 0
     latent: Latent | None = None
     indexer: Indexer | None = None
+    kernels: Kernels = Kernels()
 
     @property
     def stacks(self) -> dict[str, int]:

@@ -9,8 +9,8 @@ for packed rows, one per part where there is a cache; None as long as ``topk`` k
 Nothing here has a gradient. The parameters are bare arrays, not projections with a ``w``: no adapter can target them.
 Where several keys score as the last one chosen does, all of them are chosen, whatever part of a cache they are in.
 
-Axes: B rows, T query tokens, S key positions, D model width, C the query's latent, I heads, H their width, Q rows of a
-cache part, W = B / Q rows that share one of them.
+Axes: B rows, T query tokens, S key positions, D model width, C the query's latent, I heads, H their width, U pages, and Q and W rows
+in two axes.
 """
 
 from typing import Any, NamedTuple
@@ -21,10 +21,12 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from mint_jax import sharding
-from mint_jax.models.attention import Context, Segments, causal, pack_keys, seen, slice_count, split, unsplit, valid
+from mint_jax.models import paged
+from mint_jax.models.attention import Context, Segments, causal, pack_keys, seen, slice_count, split, unsplit
 from mint_jax.models.config import Indexer, ModelConfig
 from mint_jax.models.rope import rotate, rotate_pairs
 from mint_jax.params import ParamSpec
+from pallas_kernels.paged import last_run, read, run_pages, seen_in_run
 
 KEY_NORM_EPS = 1e-6
 Chosen = tuple[jax.Array, ...] | None  # bits [B, T, ceil(S / 8)] of each part, the row's own tokens last
@@ -89,25 +91,27 @@ def turns(cfg: ModelConfig, kind: str) -> Turn | None:
     return Turn(nth, None if full.all() else full)
 
 
-def undecided(B: int, T: int, past: Any, cfg: ModelConfig) -> Chosen:
-    """What the first layer is given: the shape of a choice, or None where there is nothing to choose.
-
-    Args:
-        past: the cached ``index`` keys of any stack, parts ``[L, Q, S, H]``; ``()`` without a cache.
-    """
-    sizes = [*(part.shape[2] for part in past), T]
+def undecided(B: int, T: int, view: paged.View | None, cfg: ModelConfig) -> Chosen:
+    """What the first layer is given: the shape of a choice, or None where there is nothing to choose; ``view`` is the cache's."""
+    sizes = [*(() if view is None else (view.capacity,)), T]
     if cfg.indexer is None or sum(sizes) <= cfg.indexer.topk:
         return None
     return tuple(jnp.zeros((B, T, -(-S // 8)), jnp.uint8) for S in sizes)
 
 
 def select(
-    h_BTD: jax.Array, q_latent_BTC: jax.Array, layer: Layer, past: Any, ctx: Context, cfg: ModelConfig, chosen: Chosen
-) -> tuple[Chosen, jax.Array]:
-    """This layer's choice, and the keys ``[B, T, H]`` that a cache keeps for later ones.
+    h_BTD: jax.Array,
+    q_latent_BTC: jax.Array,
+    layer: Layer,
+    cache: paged.Cache | None,
+    ctx: Context,
+    cfg: ModelConfig,
+    chosen: Chosen,
+) -> tuple[Chosen, paged.Cache | None]:
+    """This layer's choice, and the cache with the indexer's keys of these tokens.
 
     Args:
-        past: parts of the cache as in ``latent_attention``, with ``index [Q, S, H]``; None without a cache.
+        cache: as in ``latent_attention``, with ``index [L, U, PAGE, H]``; None without one.
         chosen: the choice of the layer before, see ``undecided``.
     """
     assert cfg.indexer is not None
@@ -116,28 +120,48 @@ def select(
     # through, products that cannot contribute.
     h_BTD, q_latent_BTC, stack = jax.lax.stop_gradient((h_BTD, q_latent_BTC, layer.stack))
 
-    def decide() -> tuple[Chosen, jax.Array]:
-        p = jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, layer.turn.nth, keepdims=False), stack)
-        k_BTH = _keys(h_BTD, p, ctx, ix, cfg)
-        if chosen is None:
-            return None, k_BTH
-        q_BTIH, w_BTI = _queries(h_BTD, q_latent_BTC, p, ctx, ix, cfg)
-        if past is None:
-            assert ctx.segments is not None
-            return (_choose_packed(q_BTIH, w_BTI, k_BTH, ctx.segments, ix.topk),), k_BTH
-        assert ctx.lengths is not None
-        return _choose_cached(q_BTIH, w_BTI, [*past["index"], k_BTH], ctx.lengths, ix.topk), k_BTH
+    def weights() -> Any:
+        return jax.tree.map(lambda w: jax.lax.dynamic_index_in_dim(w, layer.turn.nth, keepdims=False), stack)
 
-    def reuse() -> tuple[Chosen, jax.Array]:
-        return chosen, jnp.zeros((*h_BTD.shape[:2], ix.width), h_BTD.dtype)
+    def keys() -> jax.Array:
+        return _keys(h_BTD, weights(), ctx, ix, cfg)
 
-    with jax.named_scope("indexer"):
-        if stack is None:
-            return reuse()
+    def no_keys() -> jax.Array:
+        return jnp.zeros((*h_BTD.shape[:2], ix.width), h_BTD.dtype)
+
+    def where_full(decide: Any, otherwise: Any) -> Any:
         # Which layers have an indexer is data of the scan. As a condition the layers without one pay nothing for it; were
         # both sides computed and one selected, every layer would score all keys.
-        chosen, k_BTH = decide() if layer.turn.full is None else jax.lax.cond(layer.turn.full, decide, reuse)
-    return jax.tree.map(lambda bits: checkpoint_name(bits, "chosen"), chosen), k_BTH
+        if stack is None:
+            return otherwise()
+        return decide() if layer.turn.full is None else jax.lax.cond(layer.turn.full, decide, otherwise)
+
+    with jax.named_scope("indexer"):
+        k_BTH = where_full(keys, no_keys)
+        if cache is not None:
+            cache = cache._replace(pool=cache.pool | {"index": _write(cache, k_BTH)})
+        if chosen is not None:
+
+            def decide() -> Chosen:
+                q_BTIH, w_BTI = _queries(h_BTD, q_latent_BTC, weights(), ctx, ix, cfg)
+                if cache is not None:
+                    return _choose_cached(q_BTIH, w_BTI, k_BTH, cache, ix.topk)
+                assert ctx.segments is not None
+                return (_choose_packed(q_BTIH, w_BTI, k_BTH, ctx.segments, ix.topk),)
+
+            chosen = where_full(decide, lambda: chosen)
+    return jax.tree.map(lambda bits: checkpoint_name(bits, "chosen"), chosen), cache
+
+
+def _write(cache: paged.Cache, k_BTH: jax.Array) -> jax.Array:
+    rows, _ = sharding.cache_axes(None)
+    pages = None, rows, None, None
+
+    def local(pool: jax.Array, k: jax.Array, layer: jax.Array, view: paged.View) -> jax.Array:
+        return paged.write(pool, layer, k, view)
+
+    specs = pages, (rows, None, None), (), (rows, None)
+    return sharding.over_devices(local, (cache.pool["index"], k_BTH, cache.layer, cache.view), specs, pages)
 
 
 def _keys(h_BTD, p, ctx: Context, ix: Indexer, cfg: ModelConfig) -> jax.Array:
@@ -214,13 +238,25 @@ def _choose_packed(q_BTIH, w_BTI, k_BSH, segments: Segments, topk: int) -> jax.A
     return unsplit(jax.lax.map(one, slices), 1)
 
 
-def _choose_cached(q_BTIH, w_BTI, keys: list[jax.Array], lengths: tuple[jax.Array, ...], topk: int) -> Chosen:
-    """The choice over the parts of a cache and, last, the new tokens' own keys."""
-    B, T = w_BTI.shape[:2]
-    allowed = [*(valid(length, *k.shape[:2])[:, None, None] for length, k in zip(lengths, keys)), causal(T)[None, None]]
-    parts = []
-    for k_QSH, ok in zip(keys, allowed, strict=True):
-        Q = k_QSH.shape[0]
-        q, w = (x.reshape(Q, B // Q, *x.shape[1:]) for x in (q_BTIH, w_BTI))
-        parts.append(jnp.where(ok, _scores(q, w, k_QSH), -jnp.inf).reshape(B, T, -1))
-    return _best(parts, topk)
+def _choose_cached(q_BTIH, w_BTI, k_BTH, cache: paged.Cache, topk: int) -> Chosen:
+    """The choice over a cache's positions, prefix and own in the order of the row's table, and the new tokens' own keys."""
+
+    def local(q_BTIH, w_BTI, k_BTH, pool, layer, view):
+        B, T = w_BTI.shape[:2]
+
+        def fill(run, scores):  # every row reads its prefix itself: which keys a query may see is its own
+            run_B = jnp.full((B,), run, jnp.int32)
+            k_BSH = read(pool, layer, run_pages(view.table, run_B), k_BTH.shape[-1])
+            s = _scores(q_BTIH[:, None], w_BTI[:, None], k_BSH)[:, 0]
+            s = jnp.where(seen_in_run(view.prefix, view.own, run_B)[:, None], s, -jnp.inf)
+            return jax.lax.dynamic_update_slice_in_dim(scores, s, run * paged.RUN, 2)
+
+        nothing = jnp.full((B, T, view.capacity), -jnp.inf, jnp.float32)
+        past = jax.lax.fori_loop(0, jnp.max(last_run(view.prefix, view.own)), fill, nothing)
+        own = jnp.where(causal(T)[None], _scores(q_BTIH[:, None], w_BTI[:, None], k_BTH)[:, 0], -jnp.inf)
+        return _best([past, own], topk)
+
+    rows, _ = sharding.cache_axes(None)
+    specs = (rows, None, None, None), (rows, None, None), (rows, None, None), (None, rows, None, None), (), (rows, None)
+    args = q_BTIH, w_BTI, k_BTH, cache.pool["index"], cache.layer, cache.view
+    return sharding.over_devices(local, args, specs, ((rows, None, None),) * 2)

@@ -24,7 +24,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from mint_jax import sharding
-from mint_jax.lora.apply import BoundAdapters
+from mint_jax.lora.apply import AnyAdapters
+from mint_jax.lora.rows import RowAdapters
+from mint_jax.models.config import Kernels
 from mint_jax.models.experts import expert_mlp
 
 GATHER_TOKENS = 4096  # up to this many tokens of an exchange are gathered
@@ -38,7 +40,7 @@ class Visits(NamedTuple):
         x: ``[N, D]``.
         ids: ``[N, X]`` int32 experts; -1 is none.
         weights: ``[N, X]`` float32.
-        block: ``[N]`` int32 block of adapters, see ``lora.apply.BoundAdapters``.
+        block: ``[N]`` int32 block of adapters, see its ``block_of_rows``.
     """
 
     x: jax.Array
@@ -47,12 +49,15 @@ class Visits(NamedTuple):
     block: jax.Array
 
 
-def routed(x_BTD: jax.Array, ids_BTX: jax.Array, weights_BTX: jax.Array, p: Any, lora: BoundAdapters | None) -> jax.Array:
+def routed(
+    x_BTD: jax.Array, ids_BTX: jax.Array, weights_BTX: jax.Array, p: Any, lora: AnyAdapters | None, kernels: Kernels = Kernels()
+) -> jax.Array:
     """The weighted sum of each token's experts, ``[B, T, D]``.
 
     Args:
         p: ``{"gate": {"w": [E, D, F]}, "up": ..., "down": ...}``, E sharded as ``sharding.RULES`` says.
         lora: adapters of the experts, ``[P, E, R, D]`` and ``[P, E, R, F]``, E sharded likewise.
+        kernels: see ``packed_lora.project``.
     """
     chex.assert_rank([x_BTD, ids_BTX], 3)
     B, T, D = x_BTD.shape
@@ -60,10 +65,8 @@ def routed(x_BTD: jax.Array, ids_BTX: jax.Array, weights_BTX: jax.Array, p: Any,
     mesh = jax.sharding.get_abstract_mesh()
     ways = sharding.ways("batch", mesh)
     pad = -B % ways
-    blocks = 1 if lora is None else lora.total_blocks
-    if B % blocks:
-        raise ValueError(f"{B} rows do not fall into {blocks} equal blocks")
-    block_B = jnp.arange(B, dtype=jnp.int32) // (B // blocks)
+    block_B = jnp.zeros((B,), jnp.int32) if lora is None else lora.block_of_rows(B)
+    of_block = None if isinstance(lora, RowAdapters) else B // (1 if lora is None else lora.total_blocks) * T
 
     def flat(x: jax.Array, fill: int = 0) -> jax.Array:
         x = jnp.pad(x, [(0, pad)] + [(0, 0)] * (x.ndim - 1), constant_values=fill) if pad else x
@@ -72,56 +75,58 @@ def routed(x_BTD: jax.Array, ids_BTX: jax.Array, weights_BTX: jax.Array, p: Any,
     block = flat(jnp.broadcast_to(block_B[:, None], (B, T)))
     visits = Visits(flat(x_BTD), flat(ids_BTX, -1), flat(weights_BTX), block)
     if mesh.empty or mesh.size == 1:
-        y = _here(visits, p, lora)
+        y = _here(visits, p, lora, kernels)
     else:
-        y: jax.Array = _sharded(visits.x, visits.weights, lora, visits.ids, block, p, B // blocks * T)  # type: ignore[assignment]
+        y: jax.Array = _sharded(visits.x, visits.weights, lora, visits.ids, block, p, of_block, kernels)  # type: ignore[assignment]
     return y.reshape(B + pad, T, D)[:B]
 
 
-def _here(v: Visits, p: Any, lora: BoundAdapters | None) -> jax.Array:
+def _here(v: Visits, p: Any, lora: AnyAdapters | None, kernels: Kernels) -> jax.Array:
     """All experts on this device."""
     N, X = v.ids.shape
     token = jnp.arange(N * X, dtype=jnp.int32) // X
-    y_MD = expert_mlp(v.x, token, v.ids.reshape(-1), v.block[token], p, lora)
+    y_MD = expert_mlp(v.x, token, v.ids.reshape(-1), v.block[token], p, lora, kernels)
     return jnp.einsum("NXD,NX->ND", y_MD.reshape(N, X, -1), v.weights, preferred_element_type=jnp.float32).astype(v.x.dtype)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
-def _sharded(x, weights, lora, ids, block, p, of_block):
-    return _forward(x, weights, lora, ids, block, p, of_block)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def _sharded(x, weights, lora, ids, block, p, of_block, kernels):
+    return _forward(x, weights, lora, ids, block, p, of_block, kernels)[0]
 
 
-def _specs(mesh: Any, lora: BoundAdapters | None, p: Any) -> tuple[PartitionSpec, Any, Any]:
+def _specs(mesh: Any, lora: AnyAdapters | None, p: Any) -> tuple[PartitionSpec, Any, Any]:
     """How tokens, adapters and experts are sharded."""
     axes = sharding.partition(("experts",), mesh)
     rows = sharding.partition(("batch",), mesh)
-    return rows, jax.tree.map(lambda _: PartitionSpec(None, *axes), lora), jax.tree.map(lambda _: axes, p)
+    # Factors are packed by expert, ``[P, E, R, D]`` and, of rows that name slots, ``[L, S, E, R, D]``; the rest are numbers.
+    spec_of = {4: PartitionSpec(None, *axes), 5: PartitionSpec(None, None, *axes)}
+    return rows, jax.tree.map(lambda x: spec_of.get(x.ndim, PartitionSpec()), lora), jax.tree.map(lambda _: axes, p)
 
 
 def _over_mesh(fn, mesh, in_specs, out_specs):
     return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
-def _forward(x, weights, lora, ids, block, p, of_block):
+def _forward(x, weights, lora, ids, block, p, of_block, kernels):
     mesh = jax.sharding.get_abstract_mesh()
     rows, lora_spec, p_spec = _specs(mesh, lora, p)
 
     def local(x, weights, lora, ids, block, p):
-        exchange = _exchange(mesh, x.shape[0], ids.shape[1], p["gate"]["w"].shape[0], of_block)
+        exchange = _exchange(mesh, x.shape[0], ids.shape[1], p["gate"]["w"].shape[0], of_block, kernels)
         return exchange.run(Visits(x, ids, weights, block), p, lora)
 
     y = _over_mesh(local, mesh, (rows, rows, lora_spec, rows, rows, p_spec), rows)(x, weights, lora, ids, block, p)
     return y, (x, weights, lora, ids, block, p)
 
 
-def _backward(of_block, residuals, g):
+def _backward(of_block, kernels, residuals, g):
     x, weights, lora, ids, block, p = residuals
     mesh = jax.sharding.get_abstract_mesh()
     rows, lora_spec, p_spec = _specs(mesh, lora, p)
     replicas = tuple(a for a in sharding.mesh_axes("batch", mesh) if a not in sharding.mesh_axes("experts", mesh))
 
     def local(x, weights, lora, ids, block, p, g):
-        exchange = _exchange(mesh, x.shape[0], ids.shape[1], p["gate"]["w"].shape[0], of_block)
+        exchange = _exchange(mesh, x.shape[0], ids.shape[1], p["gate"]["w"].shape[0], of_block, kernels)
         dx, dw, dlora = exchange.back(Visits(x, ids, weights, block), p, lora, g)
         # An expert's adapters lie on one device of the experts' axes and once on each of the others that hold rows: their
         # gradients are of different rows, and the copies stay equal only if each gets the sum.
@@ -137,8 +142,10 @@ def _backward(of_block, residuals, g):
 _sharded.defvjp(_forward, _backward)
 
 
-def _exchange(mesh: Any, tokens: int, per_token: int, experts: int, of_block: int) -> "Gather | AllToAll":
-    """The cheaper way for ``tokens`` tokens of each device, ``of_block`` consecutive ones a block."""
+def _exchange(
+    mesh: Any, tokens: int, per_token: int, experts: int, of_block: int | None, kernels: Kernels = Kernels()
+) -> "Gather | AllToAll":
+    """The cheaper way for ``tokens`` tokens of each device, ``of_block`` consecutive ones a block; None: in any order, forward only."""
     axes = sharding.mesh_axes("experts", mesh)
     split = tuple(a for a in axes if a in sharding.mesh_axes("batch", mesh))  # axes over which tokens differ
     same = tuple(a for a in axes if a not in split)  # axes over which devices hold the same tokens
@@ -146,16 +153,17 @@ def _exchange(mesh: Any, tokens: int, per_token: int, experts: int, of_block: in
     # with the tokens of all devices, those of an exchange with a device's own, times its visits and SLACK.
     gathered = tokens * math.prod(mesh.shape[a] for a in split)
     ways = math.prod(mesh.shape[a] for a in axes)
-    if gathered <= GATHER_TOKENS:
+    if of_block is None or gathered <= GATHER_TOKENS:
+        of_block = of_block or tokens
         capacity = _capacity(gathered * per_token, ways), _capacity(min(of_block, gathered) * per_token, ways)
-        return Gather(axes, split, same, *capacity, experts)
+        return Gather(axes, split, same, *capacity, experts, kernels)
     copies = math.prod(mesh.shape[a] for a in same)
     share = -(-tokens // copies)
     ways_of_rows, starts = sharding.ways("batch", mesh), range(0, tokens, share)
     shares = [(n * tokens + start, n * tokens + min(start + share, tokens) - 1) for n, start in product(range(ways_of_rows), starts)]
     blocks = max(last // of_block - first // of_block + 1 for first, last in shares)
     capacity = _capacity(min(of_block, share) * per_token, ways)
-    return AllToAll(axes, same, copies, ways, blocks, capacity, experts, tuple(mesh.axis_names))
+    return AllToAll(axes, same, copies, ways, blocks, capacity, experts, kernels, tuple(mesh.axis_names))
 
 
 def _capacity(pairs: int, ways: int) -> int:
@@ -194,9 +202,9 @@ class Plan(NamedTuple):
         return self.order[at].reshape(-1), (nth < self.count[:, None]).reshape(-1)
 
 
-def _weighted(x_ND, token_M, expert_M, block_M, weight_M, p, lora):
+def _weighted(x_ND, token_M, expert_M, block_M, weight_M, p, lora, kernels):
     """Rows times their weights, float32 ``[M, D]``."""
-    return expert_mlp(x_ND, token_M, expert_M, block_M, p, lora).astype(jnp.float32) * weight_M[:, None]
+    return expert_mlp(x_ND, token_M, expert_M, block_M, p, lora, kernels).astype(jnp.float32) * weight_M[:, None]
 
 
 class Gather(NamedTuple):
@@ -212,6 +220,7 @@ class Gather(NamedTuple):
         capacity: pairs of a round forward.
         capacity_back: pairs of a block in a round backward.
         experts: experts held here.
+        kernels: see ``packed_lora.project``.
     """
 
     axes: tuple[str, ...]
@@ -220,6 +229,7 @@ class Gather(NamedTuple):
     capacity: int
     capacity_back: int
     experts: int
+    kernels: Kernels
 
     def _all(self, tree: Any) -> Any:
         return jax.lax.all_gather(tree, self.split, axis=0, tiled=True) if self.split else tree
@@ -235,7 +245,7 @@ class Gather(NamedTuple):
         here = (local >= 0) & (local < self.experts) & (v.ids.reshape(-1) >= 0)
         return Plan.of(jnp.where(here, block_M, blocks), blocks), jnp.where(here, local, -1)
 
-    def run(self, v: Visits, p: Any, lora: BoundAdapters | None) -> jax.Array:
+    def run(self, v: Visits, p: Any, lora: AnyAdapters | None) -> jax.Array:
         v = self._all(v)
         plan, local = self._plan(v, jnp.zeros((v.ids.size,), jnp.int32), 1)
 
@@ -244,12 +254,12 @@ class Gather(NamedTuple):
             token, expert = pair // v.ids.shape[1], jnp.where(real, local[pair], -1)
             # A token's experts here may be in different rounds and the same row is added to twice: in float32, in the order of its
             # pairs, so that the sum does not depend on who else is in the round.
-            return y.at[token].add(_weighted(v.x, token, expert, v.block[token], v.weights.reshape(-1)[pair], p, lora))
+            return y.at[token].add(_weighted(v.x, token, expert, v.block[token], v.weights.reshape(-1)[pair], p, lora, self.kernels))
 
         y = jax.lax.fori_loop(0, plan.rounds(self.capacity), body, jnp.zeros(v.x.shape, jnp.float32))
         return self._own(y.astype(v.x.dtype))
 
-    def back(self, v: Visits, p: Any, lora: BoundAdapters | None, g: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
+    def back(self, v: Visits, p: Any, lora: AnyAdapters | None, g: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
         v, g = self._all((v, g))
         blocks = 1 if lora is None else lora.total_blocks
         plan, local = self._plan(v, jnp.repeat(v.block, v.ids.shape[1]), blocks)
@@ -260,7 +270,7 @@ class Gather(NamedTuple):
             pair, real = plan.round(r, self.capacity_back)
             token, expert = pair // v.ids.shape[1], jnp.where(real, local[pair], -1)
             x, block, weight = v.x[token], v.block[token], v.weights.reshape(-1)[pair]
-            _, vjp = jax.vjp(lambda x, w, lora: _weighted(x, row, expert, block, w, p, lora), x, weight, lora)
+            _, vjp = jax.vjp(lambda x, w, lora: _weighted(x, row, expert, block, w, p, lora, self.kernels), x, weight, lora)
             dx, dw, dlora = vjp(g[token].astype(jnp.float32))
             dw = jnp.where(expert >= 0, dw, 0.0)
             dlora_sum = jax.tree.map(lambda s, d: s + d.astype(s.dtype), dlora_sum, dlora)
@@ -270,7 +280,7 @@ class Gather(NamedTuple):
         return self._own(dx.astype(v.x.dtype)), self._own(dw.reshape(v.ids.shape)), _like(dlora, lora)
 
 
-def _zero_sums(v: Visits, lora: BoundAdapters | None) -> tuple[jax.Array, jax.Array, Any]:
+def _zero_sums(v: Visits, lora: AnyAdapters | None) -> tuple[jax.Array, jax.Array, Any]:
     """Float32 zeros, in which the gradients of activations, of every pair's weight and of adapters are summed over rounds."""
     dlora = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), lora)
     return jnp.zeros(v.x.shape, jnp.float32), jnp.zeros((v.ids.size,), jnp.float32), dlora
@@ -291,6 +301,7 @@ class AllToAll(NamedTuple):
         blocks: most blocks that a device has tokens of.
         capacity: C.
         experts: experts held here.
+        kernels: see ``packed_lora.project``.
         all_axes: every mesh axis, so that all devices make the same number of rounds.
     """
 
@@ -301,6 +312,7 @@ class AllToAll(NamedTuple):
     blocks: int
     capacity: int
     experts: int
+    kernels: Kernels
     all_axes: tuple[str, ...]
 
     def _share(self, x: jax.Array, fill: int = 0) -> jax.Array:
@@ -336,7 +348,7 @@ class AllToAll(NamedTuple):
         expert = jnp.where(real, v.ids.reshape(-1)[pair] % self.experts, -1)
         return self._swap((v.x[token], expert, v.block[token], jnp.where(real, v.weights.reshape(-1)[pair], 0.0)))
 
-    def run(self, v: Visits, p: Any, lora: BoundAdapters | None) -> jax.Array:
+    def run(self, v: Visits, p: Any, lora: AnyAdapters | None) -> jax.Array:
         tokens, dtype = v.x.shape[0], v.x.dtype
         v = self._share_visits(v)
         plan, rounds = self._plan(v)
@@ -345,13 +357,13 @@ class AllToAll(NamedTuple):
         def body(r, y):
             pair, real = plan.round(r, self.capacity)
             x, expert, block, weight = self._send(v, pair, real)
-            back = self._swap(_weighted(x, row, expert, block, weight, p, lora).astype(dtype))
+            back = self._swap(_weighted(x, row, expert, block, weight, p, lora, self.kernels).astype(dtype))
             return y.at[pair // v.ids.shape[1]].add(jnp.where(real[:, None], back, 0).astype(jnp.float32))
 
         y = jax.lax.fori_loop(0, rounds, body, jnp.zeros(v.x.shape, jnp.float32))
         return self._whole(y.astype(dtype), tokens)
 
-    def back(self, v: Visits, p: Any, lora: BoundAdapters | None, g: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
+    def back(self, v: Visits, p: Any, lora: AnyAdapters | None, g: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
         tokens = v.x.shape[0]
         v, g = self._share_visits(v), self._share(g)
         plan, rounds = self._plan(v)
@@ -363,7 +375,7 @@ class AllToAll(NamedTuple):
             token = pair // v.ids.shape[1]
             x, expert, block, weight = self._send(v, pair, real)
             g_row = self._swap(jnp.where(real[:, None], g[token], 0))
-            _, vjp = jax.vjp(lambda x, w, lora: _weighted(x, row, expert, block, w, p, lora), x, weight, lora)
+            _, vjp = jax.vjp(lambda x, w, lora: _weighted(x, row, expert, block, w, p, lora, self.kernels), x, weight, lora)
             dx, dw, dlora = vjp(g_row.astype(jnp.float32))
             dx, dw = self._swap((dx, dw))
             dx_sum = dx_sum.at[token].add(jnp.where(real[:, None], dx, 0).astype(jnp.float32))

@@ -14,8 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from mint_jax.lora.apply import BoundAdapters
+from mint_jax.lora.apply import AnyAdapters
+from mint_jax.lora.rows import RowAdapters, RowBucket
 from mint_jax.models import packed_lora
+from mint_jax.models.config import Kernels
 from mint_jax.models.mlp import swiglu
 from mint_jax.models.packed_lora import Adapters, Groups
 from mint_jax.params import ParamSpec
@@ -65,7 +67,13 @@ def sort_rows(expert_M: jax.Array, block_M: jax.Array, E: int, blocks: int) -> O
 
 
 def expert_mlp(
-    x_ND: jax.Array, token_M: jax.Array, expert_M: jax.Array, block_M: jax.Array, p: Any, lora: BoundAdapters | None
+    x_ND: jax.Array,
+    token_M: jax.Array,
+    expert_M: jax.Array,
+    block_M: jax.Array,
+    p: Any,
+    lora: AnyAdapters | None,
+    kernels: Kernels = Kernels(),
 ) -> jax.Array:
     """``down(silu(gate x) * up x)`` of each row's expert with its block's adapter, ``[M, D]``; zeros for no expert.
 
@@ -73,38 +81,53 @@ def expert_mlp(
         x_ND: tokens.
         token_M: which token each row is.
         expert_M: expert of each row, 0 to E - 1; anything else is none.
-        block_M: block of each row, see ``lora.apply.BoundAdapters``.
+        block_M: block of each row, see its ``block_of_rows``.
         p: ``{"gate": {"w": [E, D, F]}, "up": ..., "down": {"w": [E, F, D]}}``.
         lora: this layer's adapters of the experts.
+        kernels: see ``packed_lora.project``.
     """
     chex.assert_rank([x_ND, token_M], [2, 1])
     chex.assert_equal_shape([token_M, expert_M, block_M])
     blocks = 1 if lora is None else lora.total_blocks
     order = sort_rows(expert_M, block_M, p["gate"]["w"].shape[0], blocks)
     x = x_ND[token_M[order.order]]
-    gate, up = _project(x, p, lora, ("gate", "up"), order)
+    gate, up = _project(x, p, lora, ("gate", "up"), order, kernels)
     gate, up = checkpoint_name(gate, "expert_gate"), checkpoint_name(up, "expert_up")
-    return _project(swiglu(gate, up), p, lora, ("down",), order)[0][order.inverse]
+    return _project(swiglu(gate, up), p, lora, ("down",), order, kernels)[0][order.inverse]
 
 
-def _project(x_MD: jax.Array, p: Any, lora: BoundAdapters | None, names: tuple[str, ...], order: Order) -> list[jax.Array]:
+def _project(x_MD: jax.Array, p: Any, lora: AnyAdapters | None, names: tuple[str, ...], order: Order, kernels: Kernels) -> list[jax.Array]:
     """The projections ``names`` of the same rows."""
     adapters, first = [], 0
+    layer = lora.layer if isinstance(lora, RowAdapters) else None
     for bucket, blocks in zip(lora.buckets, lora.blocks) if lora is not None else ():
-        pairs = [bucket.get(name) and tuple(bucket[name][f].reshape(-1, *bucket[name][f].shape[2:]) for f in "ab") for name in names]
+        tree, place, scale_P = _placed(bucket, blocks, layer)
+        pairs = [tree.get(name) and tuple(tree[name][f].reshape(-1, *tree[name][f].shape[-2:]) for f in "ab") for name in names]
         if any(pairs):
-            adapters.append(Adapters(groups_of(order, first, blocks), tuple(pair or None for pair in pairs)))
+            mine = jnp.clip(order.block - first, 0, blocks - 1)
+            scale_M = None if scale_P is None else jnp.where(order.block < first + blocks, scale_P[mine], 1.0)
+            adapters.append(Adapters(groups_of(order, first, place), tuple(pair or None for pair in pairs), scale_M))
         first += blocks
     with jax.named_scope("_".join(names)):
-        return packed_lora.project(x_MD, [p[name] for name in names], jnp.sum(order.counts, axis=1), adapters)
+        return packed_lora.project(x_MD, [p[name] for name in names], jnp.sum(order.counts, axis=1), adapters, kernels)
 
 
-def groups_of(order: Order, first: int, P: int) -> Groups:
-    """The rows of one rank bucket, whose blocks are ``first .. first + P - 1``; factors are packed ``[P E, ...]``."""
-    E, blocks = order.counts.shape
+def _placed(bucket: Any, blocks: int, layer: jax.Array | None) -> tuple[Any, jax.Array, jax.Array | None]:
+    """A bucket's factors with all in front of an expert's ``[R, .]`` to be one axis, of each block the place of its adapter there in
+    adapters, and its scale where B does not hold it."""
+    if not isinstance(bucket, RowBucket):
+        return bucket, jnp.arange(blocks, dtype=jnp.int32), None
+    # Whole stacks of all layers: a slice of this layer's would be a copy of every resident adapter, in every step.
+    S = bucket.scale.shape[0]
+    return bucket.factors, (0 if layer is None else layer) * S + bucket.distinct, bucket.scale[bucket.distinct]
+
+
+def groups_of(order: Order, first: int, place_P: jax.Array) -> Groups:
+    """The rows of one rank bucket, whose blocks are ``first .. first + P - 1`` and whose adapters have these places."""
+    (E, blocks), P = order.counts.shape, place_P.shape[0]
     begin = (jnp.cumsum(order.counts.reshape(-1)) - order.counts.reshape(-1)).reshape(E, blocks)
-    index = jnp.arange(P, dtype=jnp.int32)[None] * E + jnp.arange(E, dtype=jnp.int32)[:, None]
+    index = place_P[None] * E + jnp.arange(E, dtype=jnp.int32)[:, None]
     mine = (order.block >= first) & (order.block < first + P)
-    factor = jnp.where(mine, (order.block - first) * E + order.expert, -1)
+    factor = jnp.where(mine, place_P[jnp.clip(order.block - first, 0, P - 1)] * E + order.expert, -1)
     rows = slice(first, first + P)
     return Groups(begin[:, rows].reshape(-1), order.counts[:, rows].reshape(-1), index.reshape(-1), factor, contiguous=blocks == P)

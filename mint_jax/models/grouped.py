@@ -1,11 +1,11 @@
 """Grouped matmul: rows sorted by group, each group with a matrix of its own; rows behind the last group give zeros.
 
-On accelerators this is ``jax.lax.ragged_dot``. XLA's CPU form of that multiplies every row by every matrix, so there the
-product runs in tiles of one group's rows, in a loop as long as there are tiles: exact for any distribution of rows.
+On accelerators this is a product of ``pallas_kernels.grouped_matmul``: on TPUs ``jax.lax.ragged_dot``, on NVIDIA's GPUs a kernel. XLA's
+CPU form of the former multiplies every row by every matrix, so there the product runs in tiles of one group's rows, in a loop as long as
+there are tiles: exact for any distribution of rows.
 
 No group reads another's rows or matrix, though a product by 0 would hide them as long as they are finite: 0 times NaN is
-NaN. Tiles mask both operands. What a ragged product does with the rest of an operand is its implementation's affair (JAX's
-own contracts over all groups), so that it is given finite operands, and NaN is put where a group had others.
+NaN. Tiles mask both operands.
 
 Axes: M rows, G groups, W matrices, K in, N out.
 """
@@ -19,7 +19,11 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from mint_jax.models.grouped_batching import batched_outer, batched_product
+from pallas_kernels import grouped_matmul as op
+from pallas_kernels.batching import batched_outer, batched_product
+from pallas_kernels.dispatch import named
+from pallas_kernels.grouped_matmul.xla import finite, group_of_rows
+from pallas_kernels.schedule import schedule
 
 # Rows of a tile on CPU: a multiple of STEP, about MAX_TILE at most. A tile costs a pass over its matrix, so many small ones read the
 # experts again and again; rows beyond a group's last are computed in vain. On two AVX-512 cores, float32, 2,048 rows and matrices of
@@ -35,6 +39,7 @@ def grouped_matmul(
     sizes_G: jax.Array,
     index_G: jax.Array | None = None,
     transposed: bool = False,
+    kernel: str = "auto",
 ) -> jax.Array:
     """``x[m] @ w[index[group of m]]``, ``[M, N]`` in the dtype of ``x``, accumulated in float32.
 
@@ -43,26 +48,27 @@ def grouped_matmul(
         w_WKN: matrices, of the dtype of ``x`` or a smaller one; ``[W, N, K]`` when ``transposed``.
         sizes_G: int32 rows of each group, zero allowed; their sum is at most M.
         index_G: which matrix each group has; None: group g has matrix g.
+        kernel: ``config.Kernels.grouped_matmul``.
     """
     chex.assert_rank([x_MK, w_WKN, sizes_G], [2, 3, 1])
     chex.assert_axis_dimension(w_WKN, 2 if transposed else 1, x_MK.shape[1])
-    return _grouped(x_MK, w_WKN, sizes_G, index_G, transposed)  # type: ignore[return-value]
+    return _grouped(x_MK, w_WKN, sizes_G, index_G, transposed, kernel)  # type: ignore[return-value]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _grouped(x, w, sizes, index, transposed):
-    return _product(x, w, sizes, index, transposed)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _grouped(x, w, sizes, index, transposed, kernel):
+    return _product(transposed, kernel)(x, w, sizes, index)
 
 
-def _forward(x, w, sizes, index, transposed):
+def _forward(x, w, sizes, index, transposed, kernel):
     trained = (True,) if w.perturbed else ()  # as structure, not as a value: a frozen base costs no product backwards
     x, w, sizes, index = jax.tree.map(lambda arg: arg.value, (x, w, sizes, index), is_leaf=lambda arg: hasattr(arg, "perturbed"))
-    return _product(x, w, sizes, index, transposed), (x, w, sizes, index, trained)
+    return _product(transposed, kernel)(x, w, sizes, index), (x, w, sizes, index, trained)
 
 
-def _backward(transposed, residuals, g):
+def _backward(transposed, kernel, residuals, g):
     x, w, sizes, index, trained = residuals
-    dx = _product(g, w, sizes, index, not transposed)
+    dx = _product(not transposed, kernel)(g, w, sizes, index)
     if not trained:
         return dx, None, None, None
     left, right = (g, x) if transposed else (x, g)
@@ -80,62 +86,24 @@ def outer(left_MA: jax.Array, right_MB: jax.Array, sizes_G: jax.Array) -> jax.Ar
     return jax.lax.platform_dependent(left_MA, right_MB, sizes_G, cpu=_outer_tiles, default=_outer_ragged)
 
 
-def _product(x, w, sizes, index, transposed):
-    return (_times_transposed if transposed else _times)(x, w, sizes, index)
+@functools.cache
+def _product(transposed: bool, kernel: str) -> Callable[..., jax.Array]:
+    """Of rows, matrices, sizes and index."""
 
-
-def _product_of_one(x, w, sizes, index, transposed):
-    forms = {"cpu": tiled_matmul, "default": _ragged}
-    return jax.lax.platform_dependent(x, w, sizes, index, **{k: functools.partial(f, transposed=transposed) for k, f in forms.items()})
-
-
-@batched_product
-def _times(x, w, sizes, index):
-    return _product_of_one(x, w, sizes, index, False)
-
-
-@batched_product
-def _times_transposed(x, w, sizes, index):
-    return _product_of_one(x, w, sizes, index, True)
-
-
-def _inside(x_MN: jax.Array, sizes_G: jax.Array) -> jax.Array:
-    """Zero behind the last group."""
-    return jnp.where((jnp.arange(x_MN.shape[0]) < jnp.sum(sizes_G))[:, None], x_MN, jnp.zeros((), x_MN.dtype))
-
-
-def _finite(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """``x`` with 0 for all that is not finite, and of each entry of its first axis whether any was."""
-    fine = jnp.isfinite(x)
-    return jnp.where(fine, x, jnp.zeros((), x.dtype)), ~jnp.all(fine, axis=tuple(range(1, x.ndim)))
-
-
-def _group_of_rows(M: int, sizes_G: jax.Array) -> jax.Array:
-    """``[M]``; G for rows behind the last group."""
-    return jnp.searchsorted(jnp.cumsum(sizes_G), jnp.arange(M, dtype=sizes_G.dtype), side="right")
-
-
-def _ragged(x, w, sizes, index, transposed):
-    # Matrices that the groups share are the base's: finite, or no policy's results are. Those that an index gives are single
-    # policies', and a ragged product may multiply another group's NaN by 0 where it only means to leave it out. So it gets
-    # finite operands, and the rows whose own matrix was not finite get their NaN back afterwards.
-    w, bad_G = (w, None) if index is None else _finite(w[index])
-    w = w.astype(x.dtype)
-    w = w.swapaxes(1, 2) if transposed else w
-    y = jax.lax.ragged_dot(x, w, sizes, preferred_element_type=jnp.float32).astype(x.dtype)
-    if bad_G is not None:
-        bad_M = bad_G.at[_group_of_rows(x.shape[0], sizes)].get(mode="fill", fill_value=False)
-        y = jnp.where(bad_M[:, None], jnp.full((), jnp.nan, y.dtype), y)
-    return _inside(y, sizes)
+    product = functools.partial(op.grouped_matmul, transposed=transposed, implementation=kernel)
+    if named(kernel):
+        return batched_product(product)
+    tiles = functools.partial(tiled_matmul, transposed=transposed)
+    return batched_product(lambda *args: jax.lax.platform_dependent(*args, cpu=tiles, default=product))
 
 
 _OUTER = jax.lax.RaggedDotDimensionNumbers((([0], [0]), ([], [])), lhs_ragged_dimensions=[0], rhs_group_dimensions=[])
 
 
 def _outer_ragged(left_MA, right_MB, sizes):
-    (left_MA, bad_left), (right_MB, bad_right) = _finite(left_MA), _finite(right_MB)
+    (left_MA, bad_left), (right_MB, bad_right) = finite(left_MA), finite(right_MB)
     sums = jax.lax.ragged_dot_general(left_MA, right_MB, sizes, _OUTER, preferred_element_type=jnp.float32)
-    group_M = _group_of_rows(left_MA.shape[0], sizes)
+    group_M = group_of_rows(left_MA.shape[0], sizes)
     bad_G = jnp.zeros(sizes.shape, bool).at[group_M].max(bad_left | bad_right, mode="drop")
     return jnp.where(bad_G[:, None, None], jnp.nan, sums)
 
@@ -146,21 +114,6 @@ def tile_rows(rows: int, groups: int) -> int:
     most = average + 2 * average**0.5
     tiles = max(1, math.ceil(most / MAX_TILE))
     return STEP * max(1, math.ceil(most / tiles / STEP))
-
-
-def schedule(M: int, sizes: jax.Array, tile: int, first: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Tiles of rows sorted by group: of each its group and first row, in order; and how many there are.
-
-    Args:
-        sizes, first: ``[G]`` rows and first row of each group.
-    """
-    G = sizes.shape[0]
-    tiles_G = -(-sizes // tile)
-    last_G = jnp.cumsum(tiles_G)
-    n = jnp.arange(M // tile + min(G, M), dtype=jnp.int32)
-    group_n = jnp.clip(jnp.searchsorted(last_G, n, side="right"), 0, G - 1)
-    first_n = first[group_n] + (n - (last_G - tiles_G)[group_n]) * tile
-    return group_n, first_n, last_G[-1]
 
 
 class Tile:

@@ -4,20 +4,36 @@ from typing import Any
 
 import jax
 
-from mint_jax.lora.apply import BoundAdapters, batch_delta
+from mint_jax.lora.apply import AnyAdapters, add_delta
+from mint_jax.lora.rows import Ends
 from mint_jax.models import quantised
 from mint_jax.params import ParamSpec
 
+AXES: dict[str, Ends] = {  # logical axes of every projection's in and out dimension
+    "q": ("embed", "q_heads"),
+    "k": ("embed", "kv_heads"),
+    "v": ("embed", "kv_heads"),
+    "o": ("q_heads", "embed"),
+    "q_a": ("embed", "latent"),
+    "q_b": ("latent", "q_heads"),
+    "kv_a": ("embed", "latent"),
+    "kv_b": ("latent", "q_heads"),
+    "gate": ("embed", "ffw"),
+    "up": ("embed", "ffw"),
+    "down": ("ffw", "embed"),
+    "router": ("embed", None),
+}
 
-def matrix(L: int, d_in: int, d_out: int, axes: tuple[str, str], dtype: Any, bias: bool = False) -> dict[str, ParamSpec]:
+
+def matrix(name: str, L: int, d_in: int, d_out: int, dtype: Any, bias: bool = False) -> dict[str, ParamSpec]:
     """The specs of one projection in ``L`` stacked layers: ``w [L, in, out]`` and, if asked for, ``b [L, out]``."""
-    leaf = {"w": ParamSpec((L, d_in, d_out), ("layers", *axes), dtype)}
+    leaf = {"w": ParamSpec((L, d_in, d_out), ("layers", *AXES[name]), dtype)}
     if bias:
-        leaf["b"] = ParamSpec((L, d_out), ("layers", axes[1]), dtype, "zeros")
+        leaf["b"] = ParamSpec((L, d_out), ("layers", AXES[name][1]), dtype, "zeros")
     return leaf
 
 
-def project(x_BTD: jax.Array, params: dict[str, Any], lora: BoundAdapters | None, name: str) -> jax.Array:
+def project(x_BTD: jax.Array, params: dict[str, Any], lora: AnyAdapters | None, name: str) -> jax.Array:
     """``x W + bias + delta``, ``[B, T, F]``.
 
     The base product runs once over all rows of all policies; ``params[name]`` is ``{"w": [D, F]}`` with an optional
@@ -28,8 +44,4 @@ def project(x_BTD: jax.Array, params: dict[str, Any], lora: BoundAdapters | None
         y = quantised.matmul(x_BTD, leaf).astype(x_BTD.dtype)
         if "b" in leaf:
             y = y + leaf["b"].astype(y.dtype)[None, None]
-        if lora is not None:
-            delta = batch_delta(x_BTD, lora.at(name), leaf["w"].shape[-1])
-            if delta is not None:
-                y = y + delta
-        return y
+        return y if lora is None else add_delta(x_BTD, y, lora.at(name), AXES[name])

@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from mint_jax import sharding
-from mint_jax.lora.apply import BoundAdapters
+from mint_jax.lora.apply import AnyAdapters
 from mint_jax.models.transformer import logits, unembed_table
 
 SLICE_BYTES = 64 << 20  # bound on one device's float32 logits of a slice, which has one position of every row at least
 
 
 def target_logprobs(
-    params: Any, lora: BoundAdapters | None, h_BMD: jax.Array, targets_BM: jax.Array, inverse_temperature_BM: jax.Array | None = None
+    params: Any, lora: AnyAdapters | None, h_BMD: jax.Array, targets_BM: jax.Array, inverse_temperature_BM: jax.Array | None = None
 ) -> jax.Array:
     """``log p(target | h)`` in float32, ``[B, M]``; differentiable in ``h`` and in adapters of ``unembed``.
 
@@ -32,7 +32,7 @@ def target_logprobs(
     """
     chex.assert_rank(targets_BM, 2)
     chex.assert_shape(h_BMD, (*targets_BM.shape, unembed_table(params).shape[1]))
-    if lora is not None and any(lora.at("unembed").buckets):
+    if lora is not None and lora.at("unembed").targeted:
         return _with_adapters(params, lora, h_BMD, targets_BM, inverse_temperature_BM)
     return _frozen(h_BMD, jax.lax.stop_gradient(unembed_table(params)), targets_BM, inverse_temperature_BM)
 

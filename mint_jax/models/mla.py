@@ -7,8 +7,8 @@ there the key half of ``W_kv_b`` is absorbed into the query and the value half i
 ``W_k^T q + A^T (B_k^T q)``, so that no policy's merged weights ever exist. ``dsa.py`` may narrow the keys of either form.
 
 Axes: B rows, T tokens, S key positions, N heads, C latent, H dimensions of a head's key without position (in ``q_BTNH``
-whole: with the rotary ones), J rotary dimensions, V of a head's value, P blocks of rows with one adapter, R rank, Q rows
-of a cache part, W = B / Q rows that share one of them.
+whole: with the rotary ones), J rotary dimensions, V of a head's value, P blocks of rows with one adapter, R rank, M = T N queries
+of a row, U pages.
 """
 
 from typing import Any
@@ -18,14 +18,16 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from mint_jax import sharding
-from mint_jax.lora.apply import BoundAdapters, over_blocks
-from mint_jax.models import dsa
-from mint_jax.models.attention import MASKED, Context, Partial, causal, merge, packed_attention, partial_softmax, unpack_keys, valid
+from mint_jax.lora.apply import AnyAdapters
+from mint_jax.models import dsa, paged
+from mint_jax.models.attention import Context, causal, packed_attention, unpack_keys
 from mint_jax.models.config import Latent, ModelConfig, yarn_mscale
 from mint_jax.models.linear import matrix, project
 from mint_jax.models.norm import rms_norm
 from mint_jax.models.rope import rotate_pairs
 from mint_jax.params import ParamSpec
+from pallas_kernels import latent_attention as latent_kernels
+from pallas_kernels.partial import join
 
 LATENT_EPS = 1e-6  # of the norms on latents, whatever the epsilon of the residual stream's
 
@@ -36,16 +38,16 @@ def specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
     width = N * (m.nope + m.rope)
     attn: dict[str, Any] = {"norm": ParamSpec((L, D), ("layers", "norm"), dtype, "ones")}
     if m.q_latent:
-        attn["q_a"] = matrix(L, D, m.q_latent, ("embed", "latent"), dtype)
+        attn["q_a"] = matrix("q_a", L, D, m.q_latent, dtype)
         attn["q_a_norm"] = ParamSpec((L, m.q_latent), ("layers", "norm"), dtype, "ones")
-        attn["q_b"] = matrix(L, m.q_latent, width, ("latent", "q_heads"), dtype)
+        attn["q_b"] = matrix("q_b", L, m.q_latent, width, dtype)
     else:
-        attn["q"] = matrix(L, D, width, ("embed", "q_heads"), dtype)
+        attn["q"] = matrix("q", L, D, width, dtype)
     return attn | {
-        "kv_a": matrix(L, D, m.kv_latent + m.rope, ("embed", "latent"), dtype),
+        "kv_a": matrix("kv_a", L, D, m.kv_latent + m.rope, dtype),
         "kv_a_norm": ParamSpec((L, m.kv_latent), ("layers", "norm"), dtype, "ones"),
-        "kv_b": matrix(L, m.kv_latent, N * (m.nope + m.value), ("latent", "q_heads"), dtype),
-        "o": matrix(L, N * m.value, D, ("q_heads", "embed"), dtype),
+        "kv_b": matrix("kv_b", L, m.kv_latent, N * (m.nope + m.value), dtype),
+        "o": matrix("o", L, N * m.value, D, dtype),
     }
 
 
@@ -66,8 +68,8 @@ def scale(cfg: ModelConfig) -> float:
 def latent_attention(
     h_BTD: jax.Array,
     p: Any,
-    lora: BoundAdapters | None,
-    past: Any,
+    lora: AnyAdapters | None,
+    cache: paged.Cache | None,
     ctx: Context,
     cfg: ModelConfig,
     indexer: dsa.Layer | None = None,
@@ -77,13 +79,12 @@ def latent_attention(
 
     Args:
         h_BTD: the normalised residual stream.
-        past: ``{"latent": (part, ...), "rope": ...}``, parts ``[Q, S, C]`` and ``[Q, S, J]``; None without a cache.
+        cache: ``{"latent": [L, U, PAGE, C], "rope": [L, U, PAGE, J]}``, with ``index`` where there are indexers; None without one.
         indexer: the stack's indexers, where ``cfg`` has them.
         chosen: the keys that the layer before chose, see ``dsa.undecided``.
 
     Returns:
-        ``[B, T, D]``; what a cache keeps of these tokens, ``latent [B, T, C]``, ``rope [B, T, J]`` and where there are
-        indexers ``index``; and the keys chosen here.
+        ``[B, T, D]``; the cache's pool with these tokens in it; and the keys chosen here.
     """
     B, T, _ = h_BTD.shape
     m = _latent(cfg)
@@ -98,19 +99,20 @@ def latent_attention(
     kv_a = checkpoint_name(project(h_BTD, p, lora, "kv_a"), "latent")
     latent_BTC = rms_norm(kv_a[..., : m.kv_latent], p["kv_a_norm"], LATENT_EPS)
     rope_BTJ = rotate_pairs(kv_a[:, :, None, m.kv_latent :], ctx.cos, ctx.sin)[:, :, 0]
-    kept = {"latent": latent_BTC, "rope": rope_BTJ}
     if indexer is not None:
         assert q_latent is not None
-        chosen, kept["index"] = dsa.select(h_BTD, q_latent, indexer, past, ctx, cfg, chosen)
+        chosen, cache = dsa.select(h_BTD, q_latent, indexer, cache, ctx, cfg, chosen)
     # Two forms of one product. Expanded, each head has keys and values of its own: fewer operations per pair of tokens (nope + rope +
     # value numbers instead of 2 latent + rope), which is what counts where all tokens are new. Absorbed, the expansion moves
     # from the keys to the query: a cache keeps latent + rope numbers of a token (576 in DeepSeek-V3) where expanded keys
     # and values would be heads times (nope + rope + value), 40,960, and decoding reads the whole cache for one token.
-    if past is None:
+    pool = None
+    if cache is None:
         out_BTNV = _expanded(q_BTNH, q_BTNJ, latent_BTC, rope_BTJ, p, lora, ctx, cfg, chosen)
     else:
-        out_BTNV = _absorbed(q_BTNH, q_BTNJ, kept, past, p, lora, ctx, cfg, chosen)
-    return project(out_BTNV.reshape(B, T, -1), p, lora, "o"), kept, chosen
+        new = {"latent": latent_BTC, "rope": rope_BTJ}
+        out_BTNV, pool = _absorbed(q_BTNH, q_BTNJ, new, cache, p, lora, cfg, chosen)
+    return project(out_BTNV.reshape(B, T, -1), p, lora, "o"), pool, chosen
 
 
 def _expanded(q_BTNH, q_BTNJ, latent_BTC, rope_BTJ, p, lora, ctx: Context, cfg: ModelConfig, chosen: dsa.Chosen):
@@ -122,47 +124,48 @@ def _expanded(q_BTNH, q_BTNJ, latent_BTC, rope_BTJ, p, lora, ctx: Context, cfg: 
     k_BTNH, v_BTNV = jnp.split(kv, [m.nope], axis=-1)
     shared_BTNJ = jnp.broadcast_to(rope_BTJ[:, :, None], (B, T, N, m.rope))
     q, k = jnp.concatenate([q_BTNH, q_BTNJ], axis=-1), jnp.concatenate([k_BTNH, shared_BTNJ], axis=-1)
-    return packed_attention(q, k, v_BTNV, ctx.segments, scale(cfg), None if chosen is None else chosen[0])
+    bits = None if chosen is None else chosen[0]
+    kernel = cfg.kernels.packed_attention if chosen is None else "auto"  # what is chosen no kernel serves
+    return packed_attention(q, k, v_BTNV, ctx.segments, scale(cfg), bits, kernel)
 
 
-def _absorbed(q_BTNH, q_BTNJ, own, past, p, lora, ctx: Context, cfg: ModelConfig, chosen: dsa.Chosen):
-    """Attention to cached latents and, causally, to the new tokens' own."""
-    B, T, N, _ = q_BTNH.shape
+def _absorbed(q_BTNH, q_BTNJ, new, cache: paged.Cache, p, lora, cfg: ModelConfig, chosen: dsa.Chosen):
+    """Attention to cached latents and, causally, to the new tokens' own; and the cache with those in it."""
     m = _latent(cfg)
-    assert ctx.lengths is not None
-    w_CNF = p["kv_b"]["w"].reshape(m.kv_latent, N, m.nope + m.value)
+    w_CNF = p["kv_b"]["w"].reshape(m.kv_latent, cfg.num_heads, m.nope + m.value)
     adapters = None if lora is None else lora.at("kv_b")
     q_BTNC = sharding.constrain(_absorb_key(q_BTNH, w_CNF[..., : m.nope], adapters, m), "batch", None, "q_heads", None)
     factor = scale(cfg)
 
-    def part(latent_QSC, rope_QSJ, allowed, bits):
-        Q, S = latent_QSC.shape[:2]
-        if bits is not None:
-            allowed = allowed & unpack_keys(bits, S).reshape(Q, B // Q, T, 1, S)
-        rows, positions, _ = axes = sharding.cache_axes(latent_QSC.shape)
-        latent_QSC, rope_QSJ = sharding.constrain(latent_QSC, *axes), sharding.constrain(rope_QSJ, *axes)
-        q_C, q_J = (q.reshape(Q, B // Q, T, N, -1) for q in (q_BTNC, q_BTNJ))
-        q_C, q_J = (sharding.constrain(q, rows, None, None, None, None) for q in (q_C, q_J))
-        s = jnp.einsum("QWTNC,QSC->QWTNS", q_C, latent_QSC, preferred_element_type=jnp.float32)
-        s += jnp.einsum("QWTNJ,QSJ->QWTNS", q_J, rope_QSJ, preferred_element_type=jnp.float32)
-        s = sharding.constrain(s, rows, None, None, None, positions)
+    def local(q_BTNC, q_BTNJ, new, pool, layer, view, chosen):
+        B, T, N, _ = q_BTNC.shape
+        pool = {name: paged.write(pool[name], layer, new[name], view) for name in pool}
+        queries = q_BTNC.reshape(B, T * N, -1), q_BTNJ.reshape(B, T * N, -1)
 
-        def weigh(w):
-            o = jnp.einsum("QWTNS,QSC->QWTNC", w.astype(latent_QSC.dtype), latent_QSC, preferred_element_type=jnp.float32)
-            return sharding.constrain(o, rows, None, None, None, None)
+        def read(queries, table, prefix, own, first, chosen):
+            q_C, q_J = queries
+            args = q_C, q_J, pool["latent"], pool["rope"], jnp.int32(layer), table, prefix, own, first, chosen
+            kernel = cfg.kernels.latent_attention if chosen is None else "auto"  # what is chosen no kernel serves
+            return latent_kernels.latent_attention(*args, scale=factor, implementation=kernel)
 
-        stats = partial_softmax(jnp.where(allowed, s * factor, MASKED), weigh)
-        return Partial(*(x.reshape(B, T, N, -1) for x in stats))
+        past, own_seen = None, causal(T)[None]
+        if chosen is not None:
+            past = unpack_keys(chosen[0], view.capacity).reshape(B, T, -1, paged.RUN)
+            own_seen = own_seen & unpack_keys(chosen[1], T)
+        own = latent_kernels.xla.scored(*queries, new["latent"], new["rope"], jnp.broadcast_to(own_seen, (B, T, T)), factor)
+        whole = join(paged.attend(view, queries, read, past), own)
+        return (whole.value / whole.total).astype(q_BTNC.dtype).reshape(q_BTNC.shape), pool
 
-    latents, ropes = (*past["latent"], own["latent"]), (*past["rope"], own["rope"])
-    allowed = [valid(length, *latent.shape[:2])[:, None, None, None] for length, latent in zip(ctx.lengths, latents)]
-    allowed.append(causal(T)[None, None, :, None])
-    parts = list(map(part, latents, ropes, allowed, (None,) * len(allowed) if chosen is None else chosen))
-    o_BTNC = sharding.constrain(merge(parts).astype(q_BTNH.dtype), "batch", None, "q_heads", None)
-    return _absorb_value(o_BTNC, w_CNF[..., m.nope :], adapters, m)
+    rows, _ = sharding.cache_axes(None)
+    of_rows, of_pages = (rows, None, None, None), (None, rows, None, None)
+    args = q_BTNC, q_BTNJ, new, {name: cache.pool[name] for name in new}, cache.layer, cache.view, chosen
+    specs = of_rows, of_rows, (rows, None, None), of_pages, (), (rows, None), (rows, None, None)
+    o_BTNC, pool = sharding.over_devices(local, args, specs, (of_rows, dict.fromkeys(new, of_pages)))
+    o_BTNC = sharding.constrain(o_BTNC, "batch", None, "q_heads", None)
+    return _absorb_value(o_BTNC, w_CNF[..., m.nope :], adapters, m), cache.pool | pool
 
 
-def _absorb_key(q_BTNH, w_CNH, adapters: BoundAdapters | None, m: Latent):
+def _absorb_key(q_BTNH, w_CNH, adapters: AnyAdapters | None, m: Latent):
     """``W_k^T q`` and its adapters' share, ``[B, T, N, C]``: what a latent is multiplied by."""
     B, T, N, _ = q_BTNH.shape
     out = jnp.einsum("BTNH,CNH->BTNC", q_BTNH, w_CNH, preferred_element_type=jnp.float32).astype(q_BTNH.dtype)
@@ -172,10 +175,10 @@ def _absorb_key(q_BTNH, w_CNH, adapters: BoundAdapters | None, m: Latent):
         z = jnp.einsum("PWTNH,PRNH->PWTNR", q_PWTNH, b_PRNH, preferred_element_type=jnp.float32).astype(out.dtype)
         return jnp.einsum("PWTNR,PRC->PWTNC", z, factors["a"], preferred_element_type=jnp.float32).astype(out.dtype)
 
-    return _add(out, None if adapters is None else over_blocks(delta, q_BTNH, adapters, N * m.kv_latent, out.dtype))
+    return _add(out, None if adapters is None else adapters.over(delta, q_BTNH, N * m.kv_latent, out.dtype, N))
 
 
-def _absorb_value(o_BTNC, w_CNV, adapters: BoundAdapters | None, m: Latent):
+def _absorb_value(o_BTNC, w_CNV, adapters: AnyAdapters | None, m: Latent):
     """``W_v o`` and its adapters' share, ``[B, T, N, V]``: the values behind a weighted sum of latents."""
     B, T, N, _ = o_BTNC.shape
     out = jnp.einsum("BTNC,CNV->BTNV", o_BTNC, w_CNV, preferred_element_type=jnp.float32).astype(o_BTNC.dtype)
@@ -185,7 +188,7 @@ def _absorb_value(o_BTNC, w_CNV, adapters: BoundAdapters | None, m: Latent):
         z = jnp.einsum("PWTNC,PRC->PWTNR", o_PWTNC, factors["a"], preferred_element_type=jnp.float32).astype(out.dtype)
         return jnp.einsum("PWTNR,PRNV->PWTNV", z, b_PRNV, preferred_element_type=jnp.float32).astype(out.dtype)
 
-    return _add(out, None if adapters is None else over_blocks(delta, o_BTNC, adapters, N * m.value, out.dtype))
+    return _add(out, None if adapters is None else adapters.over(delta, o_BTNC, N * m.value, out.dtype, N))
 
 
 def _heads(b_PRF: jax.Array, N: int) -> jax.Array:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from mint_jax.lora.apply import BoundAdapters
+from mint_jax.lora.apply import AnyAdapters
 from mint_jax.models.linear import matrix, project
 from mint_jax.params import ParamSpec
 
@@ -21,9 +21,9 @@ def specs(L: int, D: int, F: int, dtype: Any, bias: bool = False) -> dict[str, A
 def projections(L: int, D: int, F: int, dtype: Any, bias: bool = False) -> dict[str, Any]:
     """The three matrices alone."""
     return {
-        "gate": matrix(L, D, F, ("embed", "ffw"), dtype, bias),
-        "up": matrix(L, D, F, ("embed", "ffw"), dtype, bias),
-        "down": matrix(L, F, D, ("ffw", "embed"), dtype, bias),
+        "gate": matrix("gate", L, D, F, dtype, bias),
+        "up": matrix("up", L, D, F, dtype, bias),
+        "down": matrix("down", L, F, D, dtype, bias),
     }
 
 
@@ -42,7 +42,7 @@ def _swiglu_backward(residuals, g):
 swiglu.defvjp(lambda gate, up: (swiglu(gate, up), (gate, up)), _swiglu_backward)
 
 
-def mlp(h_BTD: jax.Array, p: Any, lora: BoundAdapters | None) -> jax.Array:
+def mlp(h_BTD: jax.Array, p: Any, lora: AnyAdapters | None) -> jax.Array:
     """The gated MLP, ``down(silu(gate h) * up h)``."""
     gate = checkpoint_name(project(h_BTD, p, lora, "gate"), "mlp_gate")
     up = checkpoint_name(project(h_BTD, p, lora, "up"), "mlp_up")

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from mint_jax.lora.apply import BoundAdapters
+from mint_jax.lora.apply import AnyAdapters
 from mint_jax.models import experts, mlp, router
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.expert_parallel import routed
@@ -31,7 +31,7 @@ def specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
 
 
 def moe(
-    h_BTD: jax.Array, p: Any, lora: BoundAdapters | None, cfg: ModelConfig, replay: jax.Array | None = None
+    h_BTD: jax.Array, p: Any, lora: AnyAdapters | None, cfg: ModelConfig, replay: jax.Array | None = None
 ) -> tuple[jax.Array, router.Route]:
     """``[B, T, D]``, and the route that was taken.
 
@@ -41,7 +41,8 @@ def moe(
     assert cfg.experts is not None
     route = router.route(h_BTD, p, lora, cfg.experts, replay)
     with jax.named_scope("experts"):
-        out = routed(h_BTD, route.ids, route.weights, p["experts"], None if lora is None else lora.at("experts"))
+        adapters = None if lora is None else lora.at("experts")
+        out = routed(h_BTD, route.ids, route.weights, p["experts"], adapters, cfg.kernels)
     if cfg.experts.shared:
         with jax.named_scope("shared"):
             out = out + mlp.mlp(h_BTD, p["shared"], None if lora is None else lora.at("shared"))

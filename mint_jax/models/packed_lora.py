@@ -1,10 +1,11 @@
 """Projections of routed experts with packed adapters: the base's grouped matmul plus each row's own low-rank product.
 
 ``y[m] = x[m] W[e] + (x[m] A[g]^T) B[g]`` with rows sorted by expert e and group g = (expert, adapter), for all projections that
-read the same rows. On accelerators each product is a grouped matmul. On CPU the products with few columns (``x A^T``,
+read the same rows. On TPUs and NVIDIA's GPUs the adapters' part is a kernel of ``pallas_kernels``, where it can serve; on other
+accelerators, and where it cannot, each product is a grouped matmul. On CPU the products with few columns (``x A^T``,
 backward ``dy B^T`` and the factors' gradients) run in one loop over tiles of a group's rows that reads the wide rows once; the
 products with few terms are sums over the rank, added to the base's result in one fused pass over it, which is all that is
-read and written twice for the adapters' sake. The inner ``[M, R]`` is kept for the backward pass.
+read and written twice for the adapters' sake.
 
 Axes: M rows, E experts, G groups, W adapter factors, D in, F out, R rank. Hu et al. 2021, arXiv 2106.09685, section 4.1.
 """
@@ -16,11 +17,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
+from mint_jax.models.config import Kernels
 from mint_jax.models.grouped import at, blank, dot, grouped_matmul, outer, over_tiles, tiled_matmul
-from mint_jax.models.grouped_batching import Merged, each, joined
+from pallas_kernels import packed_lora as op
+from pallas_kernels.batching import Merged, each, joined
+from pallas_kernels.dispatch import Implementation, anything, named, run
 
 # Up to this rank ``h B`` is a sum over the rank, fused into one pass over the wide result; above it a second loop over tiles. On two
 # AVX-512 cores, 2,048 rows, 32 experts of 512 x 512, four adapters: base alone 9 to 11 ms; with rank 4 / 8 / 16 the sum takes
@@ -55,11 +58,13 @@ class Adapters(NamedTuple):
 
     Attributes:
         groups: their rows.
-        factors: of each projection, the scale already in B; None where these adapters have none.
+        factors: of each projection; None where these adapters have none.
+        scale: ``[M]`` float32 of each row's adapter, where B does not hold it already: forward only.
     """
 
     groups: Groups
     factors: tuple[Factors | None, ...]
+    scale: jax.Array | None = None
 
 
 class _Terms(NamedTuple):
@@ -70,7 +75,13 @@ class _Terms(NamedTuple):
     groups: Groups
 
 
-def project(x_MD: jax.Array, bases: Sequence[dict[str, jax.Array]], sizes_E: jax.Array, adapters: Sequence[Adapters]) -> list[jax.Array]:
+def project(
+    x_MD: jax.Array,
+    bases: Sequence[dict[str, jax.Array]],
+    sizes_E: jax.Array,
+    adapters: Sequence[Adapters],
+    kernels: Kernels = Kernels(),
+) -> list[jax.Array]:
     """``[M, F]`` of each projection, in the dtype of ``x``; zeros in rows behind the last expert.
 
     Args:
@@ -78,89 +89,79 @@ def project(x_MD: jax.Array, bases: Sequence[dict[str, jax.Array]], sizes_E: jax
         bases: of each projection ``{"w": [E, D, F]}`` and, quantised, ``"scale": [E, F]``.
         sizes_E: int32 rows of each expert.
         adapters: rank buckets.
+        kernels: of the experts' products and of the adapters', see ``config.Kernels``.
     """
-    return list(_project(x_MD, tuple(bases), sizes_E, tuple(adapters)))  # type: ignore[arg-type]
+    return list(_project(kernels, x_MD, tuple(bases), sizes_E, tuple(adapters)))  # type: ignore[arg-type]
 
 
-@jax.custom_vjp
-def _project(x, bases, sizes, adapters):
-    return _products(x, bases, sizes, adapters)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _project(kernels, x, bases, sizes, adapters):
+    return _products(kernels)(x, bases, sizes, adapters)
 
 
-@jax.custom_batching.custom_vmap
-def _products(x, bases, sizes, adapters):
-    """The projections, and the inner ``[M, R]`` of each bucket and projection."""
-    inner = []
-    for groups, factors in adapters:
-        h = iter(jax.lax.platform_dependent(x, [pair[0] for pair in factors if pair], groups, cpu=_inner_tiles, default=_inner_grouped))
-        inner.append(tuple(None if pair is None else next(h) for pair in factors))
-    out = []
-    for k, base in enumerate(bases):
-        terms = [_Terms(h[k], one.factors[k][1], one.groups) for h, one in zip(inner, adapters) if one.factors[k]]
-        out.append(_with_terms(x, base, sizes, terms, False, key=k))
-    return tuple(out), tuple(inner)
-
-
-def _forward(x, bases, sizes, adapters):
+def _forward(kernels, x, bases, sizes, adapters):
     # Whether the base learns is known while tracing, and kept as the structure of the residuals: a frozen base, which is the rule, then
     # has no product for its own gradient in the compiled program. As a value it would be a branch with both sides in it.
     trained = tuple((True,) if base["w"].perturbed else () for base in bases)
     args = jax.tree.map(lambda arg: arg.value, (x, bases, sizes, adapters), is_leaf=lambda arg: hasattr(arg, "perturbed"))
-    out, inner = _products(*args)
-    inner = jax.tree.map(lambda h: checkpoint_name(h, "expert_inner"), inner)
-    return out, (*args, inner, trained)
+    return _products(kernels)(*args), (*args, trained)
 
 
-def _backward(residuals, g):
-    x, bases, sizes, adapters, inner, trained = residuals
+def _backward(kernels, residuals, g):
+    x, bases, sizes, adapters, trained = residuals
     g = tuple(_dense(one) for one in g)
-    dx, dfactors = _gradients(x, bases, sizes, adapters, inner, g)
+    dx, dfactors = _gradients(kernels)(x, bases, sizes, adapters, g)
     dbases = tuple(_base_gradient(x, one, sizes, base) if learns else None for base, one, learns in zip(bases, g, trained))
     return dx, dbases, None, tuple(Adapters(None, one) for one in dfactors)  # type: ignore[arg-type]
+
+
+_project.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _dense(g: Any) -> jax.Array:
     return jnp.zeros(g.shape, jnp.dtype(str(g.dtype))) if isinstance(g, SymbolicZero) else g
 
 
-@jax.custom_batching.custom_vmap
-def _gradients(x, bases, sizes, adapters, inner, g):
+@functools.cache
+def _products(kernels: Kernels) -> Any:
+    """The projections."""
+
+    @jax.custom_batching.custom_vmap
+    def call(x, bases, sizes, adapters):
+        return _by_platform(kernels, _products_tiles, _products_kernels)(x, bases, sizes, adapters)
+
+    @call.def_vmap
+    def rule(P, batched, x, bases, sizes, adapters):
+        rows, *args = _merge(P, batched, x, bases, sizes, adapters)
+        out = jax.tree.map(rows.back, call(*args))
+        return out, jax.tree.map(lambda _: True, out)
+
+    return call
+
+
+@functools.cache
+def _gradients(kernels: Kernels) -> Any:
     """Of the rows, and of each bucket's factors."""
-    back, grads = [], []
-    for h, one in zip(inner, adapters):
-        mine = [k for k, pair in enumerate(one.factors) if pair]
-        args = x, [one.factors[k] for k in mine], one.groups, [h[k] for k in mine], [g[k] for k in mine]
-        backs, dfactors = jax.lax.platform_dependent(*args, cpu=_backward_tiles, default=_backward_grouped)
-        back.append(dict(zip(mine, backs)))
-        given = dict(zip(mine, dfactors))
-        grads.append(tuple(given.get(k) for k in range(len(bases))))
-    dx = None
-    for k, base in enumerate(bases):
-        terms = [_Terms(b[k], one.factors[k][0], one.groups) for b, one in zip(back, adapters) if one.factors[k]]
-        dx = _with_terms(g[k], base, sizes, terms, True, onto=dx, key=k)
-    return dx, tuple(grads)
+
+    @jax.custom_batching.custom_vmap
+    def call(x, bases, sizes, adapters, g):
+        return _by_platform(kernels, _gradients_tiles, _gradients_kernels)(x, bases, sizes, adapters, g)
+
+    @call.def_vmap
+    def rule(P, batched, x, bases, sizes, adapters, g):
+        rows, *args = _merge(P, batched, x, bases, sizes, adapters)
+        dx, grads = call(*args, jax.tree.map(rows.take, g, batched[4]))
+        out = rows.back(dx), jax.tree.map(lambda w: w.reshape(P, -1, *w.shape[1:]), grads)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return call
 
 
-_project.defvjp(_forward, _backward, symbolic_zeros=True)
-
-
-# Under vmap over policies: their rows in one order, see ``grouped_batching``.
-
-
-@_products.def_vmap
-def _products_of_policies(P, batched, x, bases, sizes, adapters):
-    rows, *args = _merge(P, batched, x, bases, sizes, adapters)
-    out = jax.tree.map(rows.back, _products(*args))
-    return out, jax.tree.map(lambda _: True, out)
-
-
-@_gradients.def_vmap
-def _gradients_of_policies(P, batched, x, bases, sizes, adapters, inner, g):
-    rows, *args = _merge(P, batched, x, bases, sizes, adapters)
-    inner, g = (jax.tree.map(rows.take, tree, of) for tree, of in ((inner, batched[4]), (g, batched[5])))
-    dx, grads = _gradients(*args, inner, g)
-    out = rows.back(dx), jax.tree.map(lambda w: w.reshape(P, -1, *w.shape[1:]), grads)
-    return out, jax.tree.map(lambda _: True, out)
+def _by_platform(kernels: Kernels, tiles: Any, products: Any) -> Any:
+    # A kernel that is named runs on a CPU too, if only in an interpreter.
+    of_kernels = named(kernels.packed_lora) or named(kernels.grouped_matmul)
+    default = functools.partial(products, kernels=kernels)
+    return default if of_kernels else lambda *args: jax.lax.platform_dependent(*args, cpu=tiles, default=default)
 
 
 def _merge(P, batched, x, bases, sizes, adapters):
@@ -175,7 +176,7 @@ def _merge(P, batched, x, bases, sizes, adapters):
         bases, sizes = jax.tree.map(lambda w, of: joined(w, of, P), bases, of_bases), sizes_PE.reshape(-1)
         bases = [base | {"index": jnp.arange(base["w"].shape[0], dtype=jnp.int32)} for base in bases]  # as matrices of single policies
     out = []
-    for (groups, factors), (of_groups, of_factors) in zip(adapters, of_adapters):
+    for (groups, factors, _), (of_groups, of_factors, _) in zip(adapters, of_adapters):
         W = next(pair[0].shape[-3] for pair in factors if pair)
         groups = jax.tree.map(lambda v, of: each(v, of, P), groups, of_groups)
         own = W * jnp.arange(P, dtype=jnp.int32)[:, None]
@@ -192,24 +193,17 @@ def _base_gradient(x, g, sizes, base):
     return {"w": outer(x, g, sizes).astype(base["w"].dtype)} | ({"scale": None} if "scale" in base else {})
 
 
-def _with_terms(x, base, sizes, terms, transposed, onto=None, key=0):
-    """The base's product, transposed for the backward pass, plus ``terms``, plus ``onto``."""
-    forms = {"cpu": functools.partial(_with_terms_tiles, key=key), "default": _with_terms_grouped}
-    forms = {name: functools.partial(form, transposed=transposed) for name, form in forms.items()}
-    return jax.lax.platform_dependent(x, base, sizes, terms, onto, **forms)
-
-
 # On accelerators: grouped matmuls over rows that are contiguous by group.
 
 
-def _grouped(x: jax.Array, w: jax.Array, groups: Groups, transposed: bool) -> jax.Array:
+def _grouped(x: jax.Array, w: jax.Array, groups: Groups, transposed: bool, kernel: str) -> jax.Array:
     # A ragged product wants the rows of its groups back to back from the first on. Rows of the bare base between them (a batch in
     # which some rows have no adapter) are moved behind, by a stable sort that keeps the groups' order, and their zeros back.
     if groups.contiguous:
-        return grouped_matmul(x, w, groups.sizes, groups.index, transposed)
+        return grouped_matmul(x, w, groups.sizes, groups.index, transposed, kernel)
     front = jnp.argsort(groups.factor < 0, stable=True)  # the rows of groups, still sorted, then the others
     back = jnp.zeros_like(front).at[front].set(jnp.arange(front.shape[0], dtype=front.dtype))
-    return grouped_matmul(x[front], w, groups.sizes, groups.index, transposed)[back]
+    return grouped_matmul(x[front], w, groups.sizes, groups.index, transposed, kernel)[back]
 
 
 def _scale_rows(y: jax.Array, scale_EF: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -217,33 +211,97 @@ def _scale_rows(y: jax.Array, scale_EF: jax.Array, sizes: jax.Array) -> jax.Arra
     return (y * scale_EF[jnp.clip(expert_M, 0, sizes.shape[0] - 1)]).astype(y.dtype)
 
 
-def _with_terms_grouped(x, base, sizes, terms, onto, transposed):
+def _base_grouped(x, base, sizes, transposed, kernel):
     if "scale" in base and transposed:
         x = _scale_rows(x, base["scale"], sizes)
-    y = grouped_matmul(x, base["w"], sizes, base.get("index"), transposed)
-    if "scale" in base and not transposed:
-        y = _scale_rows(y, base["scale"], sizes)
-    for h, w, groups in terms:
-        y = y + _grouped(h, w, groups, False).astype(y.dtype)
-    return y if onto is None else onto + y
+    y = grouped_matmul(x, base["w"], sizes, base.get("index"), transposed, kernel)
+    return _scale_rows(y, base["scale"], sizes) if "scale" in base and not transposed else y
 
 
-def _inner_grouped(x, a, groups):
-    return [_grouped(x, one, groups, True) for one in a]
+def _add_grouped(x, a, b, onto, factor, scale=None, *, groups, kernel):
+    h = [_grouped(x, one, groups, True, kernel) for one in a]
+    h = h if scale is None else [(one * scale[:, None]).astype(one.dtype) for one in h]
+    return tuple(y + _grouped(one, w, groups, False, kernel).astype(y.dtype) for y, one, w in zip(onto, h, b))
 
 
-def _backward_grouped(x, factors, groups, h, g):
-    back, grads = [], []
-    for (a, b), h_MR, g_MF in zip(factors, h, g):
-        one, vjp = jax.vjp(lambda b, g_MF=g_MF: _grouped(g_MF, b, groups, True), b)
-        back.append(one)
-        (db,) = vjp(h_MR)
-        (da,) = jax.vjp(lambda a: _grouped(x, a, groups, True), a)[1](one)
-        grads.append((da, db))
-    return back, grads
+def _back_grouped(x, a, b, g, dx, factor, *, groups, kernel):
+    da, db = [], []
+    for a_k, b_k, g_k in zip(a, b, g):
+        dh, vjp = jax.vjp(lambda w, g_k=g_k: _grouped(g_k, w, groups, True, kernel), b_k)
+        h, vjp_a = jax.vjp(lambda w: _grouped(x, w, groups, True, kernel), a_k)
+        da.append(*vjp_a(dh))
+        db.append(*vjp(h))
+        dx = dx + _grouped(dh, a_k, groups, False, kernel).astype(dx.dtype)
+    return dx, tuple(da), tuple(db)
+
+
+def _table(table: Sequence[Implementation], grouped: Any, groups: Groups, kernels: Kernels) -> tuple[Implementation, ...]:
+    """The kernels of accelerators, and in place of the loop over runs, which is slow where there are many, grouped products."""
+    form = functools.partial(grouped, groups=groups, kernel=kernels.grouped_matmul)
+    return (*(one for one in table if one.platform), Implementation("xla", None, form, anything))
+
+
+def _products_kernels(x, bases, sizes, adapters, kernels):
+    out = [_base_grouped(x, base, sizes, False, kernels.grouped_matmul) for base in bases]
+    for groups, factors, scale in adapters:
+        mine, (a, b) = _present(factors)
+        table = _table(op.ADD, _add_grouped, groups, kernels)
+        args = x, a, b, [out[k] for k in mine], groups.factor, scale
+        for k, y in zip(mine, run("packed_lora", table, kernels.packed_lora, args)):
+            out[k] = y
+    return tuple(out)
+
+
+def _gradients_kernels(x, bases, sizes, adapters, g, kernels):
+    dx = functools.reduce(jnp.add, [_base_grouped(one, base, sizes, True, kernels.grouped_matmul) for base, one in zip(bases, g)])
+    grads = []
+    for groups, factors, _ in adapters:
+        mine, (a, b) = _present(factors)
+        table, args = _table(op.BACKWARD, _back_grouped, groups, kernels), (x, a, b, [g[k] for k in mine], dx, groups.factor)
+        dx, da, db = run("packed_lora backward", table, kernels.packed_lora, args)
+        given = dict(zip(mine, zip(da, db)))
+        grads.append(tuple(given.get(k) for k in range(len(bases))))
+    return dx, tuple(grads)
+
+
+def _present(factors):
+    """Which projections these adapters have, and their A and B."""
+    mine = [k for k, pair in enumerate(factors) if pair]
+    return mine, tuple([factors[k][i] for k in mine] for i in range(2))
 
 
 # On CPU.
+
+
+def _products_tiles(x, bases, sizes, adapters):
+    inner = []
+    for groups, factors, scale in adapters:
+        h = iter(_inner_tiles(x, _present(factors)[1][0], groups))
+        inner.append([None if pair is None else _scaled(next(h), scale) for pair in factors])
+    out = []
+    for k, base in enumerate(bases):
+        terms = [_Terms(h[k], one.factors[k][1], one.groups) for h, one in zip(inner, adapters) if one.factors[k]]
+        out.append(_with_terms_tiles(x, base, sizes, terms, None, False, k))
+    return tuple(out)
+
+
+def _scaled(h: jax.Array, scale: jax.Array | None) -> jax.Array:
+    return h if scale is None else (h * scale[:, None]).astype(h.dtype)
+
+
+def _gradients_tiles(x, bases, sizes, adapters, g):
+    back, grads = [], []
+    for groups, factors, _ in adapters:
+        mine, _ = _present(factors)
+        backs, dfactors = _backward_tiles(x, [factors[k] for k in mine], groups, [g[k] for k in mine])
+        back.append(dict(zip(mine, backs)))
+        given = dict(zip(mine, dfactors))
+        grads.append(tuple(given.get(k) for k in range(len(bases))))
+    dx = None
+    for k, base in enumerate(bases):
+        terms = [_Terms(b[k], one.factors[k][0], one.groups) for b, one in zip(back, adapters) if one.factors[k]]
+        dx = _with_terms_tiles(g[k], base, sizes, terms, dx, True, k)
+    return dx, tuple(grads)
 
 
 def _inner_tiles(x, a, groups):
@@ -288,15 +346,17 @@ def _add_terms(zero: jax.Array, y: jax.Array, terms: _Terms) -> jax.Array:
     return out.astype(y.dtype)
 
 
-def _backward_tiles(x, factors, groups, h, g):
+def _backward_tiles(x, factors, groups, g):
     def body(tile, group, carry):
         rows, i = tile.own(x), groups.index[group]  # a neighbour's row may be NaN: both sides of a sum over rows have zeros there
         new_back, new_grads = [], []
-        for (_, b), h_MR, g_MF, total, (da, db) in zip(factors, h, g, *carry):
+        for (a, b), g_MF, total, (da, db) in zip(factors, g, *carry):
             g_t = tile.own(g_MF)
+            # Computed again from rows that are read anyway: kept from the forward pass it is [M, R] of each projection and bucket.
+            h = jnp.where(tile.mine, dot(rows, at(a, i), (1, 1)), 0.0).astype(x.dtype)
             mine = jnp.where(tile.mine, dot(g_t, at(b, i), (1, 1)), 0.0).astype(x.dtype)
             new_back.append(tile.add(total, mine))
-            new_grads.append((_add_at(da, i, dot(mine, rows, (0, 0))), _add_at(db, i, dot(tile.own(h_MR), g_t, (0, 0)))))
+            new_grads.append((_add_at(da, i, dot(mine, rows, (0, 0))), _add_at(db, i, dot(h, g_t, (0, 0)))))
         return new_back, new_grads
 
     back = [jnp.zeros((x.shape[0], a.shape[1]), x.dtype) for a, _ in factors]

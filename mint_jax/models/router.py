@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mint_jax.lora.apply import BoundAdapters
+from mint_jax.lora.apply import AnyAdapters
 from mint_jax.models.config import Experts
-from mint_jax.models.linear import project
+from mint_jax.models.linear import AXES, project
 from mint_jax.params import ParamSpec
 
 
 def specs(L: int, D: int, experts: Experts, dtype: Any) -> dict[str, ParamSpec]:
     """The router of ``L`` stacked layers; ``choice_bias`` is float32 as released."""
-    leaf = {"w": ParamSpec((L, D, experts.count), ("layers", "embed", None), dtype)}
+    leaf = {"w": ParamSpec((L, D, experts.count), ("layers", *AXES["router"]), dtype)}
     if experts.scores == "sigmoid":
         leaf["choice_bias"] = ParamSpec((L, experts.count), ("layers", None), jnp.float32, "zeros")
     return leaf
@@ -40,7 +40,7 @@ class Route(NamedTuple):
     missed: jax.Array
 
 
-def route(h_BTD: jax.Array, p: Any, lora: BoundAdapters | None, experts: Experts, replay_BTX: jax.Array | None = None) -> Route:
+def route(h_BTD: jax.Array, p: Any, lora: AnyAdapters | None, experts: Experts, replay_BTX: jax.Array | None = None) -> Route:
     """Chooses each token's experts.
 
     Args:

@@ -14,9 +14,10 @@ import jax.numpy as jnp
 from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 
-from mint_jax.lora.apply import BoundAdapters, batch_delta, embedding_delta
-from mint_jax.models import dsa, mla, mlp, moe, quantised
-from mint_jax.models.attention import Context, Past, Segments, cached_attention, packed_attention
+from mint_jax.lora.apply import AnyAdapters, batch_delta, embedding_delta
+from mint_jax.lora.rows import RowAdapters
+from mint_jax.models import dsa, mla, mlp, moe, paged, quantised
+from mint_jax.models.attention import Context, Segments, packed_attention
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.linear import matrix, project
 from mint_jax.models.norm import rms_norm
@@ -31,7 +32,7 @@ REMAT = {
     "none": None,
     "names": jax.checkpoint_policies.save_only_these_names(
         *("residual", "latent", "chosen", "query", "key", "value", "attended", "logsumexp"),
-        *("mlp_gate", "mlp_up", "expert_gate", "expert_up", "expert_inner"),
+        *("mlp_gate", "mlp_up", "expert_gate", "expert_up"),
     ),
     "full": jax.checkpoint_policies.nothing_saveable,
 }
@@ -60,10 +61,10 @@ def attention_specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
     D, H, qkv = cfg.d_model, cfg.head_dim, cfg.qkv_bias
     attn: dict[str, Any] = {
         "norm": ParamSpec((L, D), ("layers", "norm"), dtype, "ones"),
-        "q": matrix(L, D, cfg.num_heads * H, ("embed", "q_heads"), dtype, qkv),
-        "k": matrix(L, D, cfg.num_kv_heads * H, ("embed", "kv_heads"), dtype, qkv),
-        "v": matrix(L, D, cfg.num_kv_heads * H, ("embed", "kv_heads"), dtype, qkv),
-        "o": matrix(L, cfg.num_heads * H, D, ("q_heads", "embed"), dtype, cfg.o_bias),
+        "q": matrix("q", L, D, cfg.num_heads * H, dtype, qkv),
+        "k": matrix("k", L, D, cfg.num_kv_heads * H, dtype, qkv),
+        "v": matrix("v", L, D, cfg.num_kv_heads * H, dtype, qkv),
+        "o": matrix("o", L, cfg.num_heads * H, D, dtype, cfg.o_bias),
     }
     if cfg.qk_norm:
         attn |= {name: ParamSpec((L, H), ("layers", "norm"), dtype, "ones") for name in ("q_norm", "k_norm")}
@@ -75,6 +76,35 @@ def unembed_table(params: Any) -> jax.Array:
     return (params["unembed"] if "unembed" in params else params["embed"])["w"]
 
 
+def cache_heads(cfg: ModelConfig) -> int | None:
+    """Heads of a cache's keys and values; None for latents, which all heads share."""
+    return cfg.num_kv_heads if cfg.latent is None else None
+
+
+def cache_specs(cfg: ModelConfig, pages: int, dtype: Any = jnp.float32, routes: bool = False) -> Any:
+    """The shapes of a cache of ``pages`` pages: ``{"dense": {"k": [L, U, K, PAGE, H], "v": ...}, "moe": ...}``.
+
+    Under latent attention ``{"latent": [L, U, PAGE, C], "rope": [L, U, PAGE, J]}``, with ``index`` where keys are chosen.
+
+    Args:
+        routes: with ``routes [L, U, PAGE, X]`` of MoE layers, for replay in training (R3).
+    """
+
+    def entry(width: int, *heads: int, dtype: Any = dtype) -> Any:
+        return lambda L: jax.ShapeDtypeStruct((L, pages, *heads, paged.PAGE, width), dtype)
+
+    if cfg.latent is None:
+        names = {"k": entry(cfg.head_dim, cfg.num_kv_heads), "v": entry(cfg.head_dim, cfg.num_kv_heads)}
+    else:
+        names = {"latent": entry(cfg.latent.kv_latent), "rope": entry(cfg.latent.rope)}
+        names |= {} if cfg.indexer is None else {"index": entry(cfg.indexer.width)}
+    out = {kind: {name: make(L) for name, make in names.items()} for kind, L in cfg.stacks.items()}
+    if routes and cfg.experts is not None:
+        kind = jnp.uint8 if cfg.experts.count <= 256 else jnp.uint16  # the smallest that holds an expert's number
+        out["moe"]["routes"] = entry(cfg.experts.per_token, dtype=kind)(cfg.stacks["moe"])
+    return out
+
+
 @struct.dataclass
 class Inputs:
     """What the decoder reads.
@@ -82,27 +112,25 @@ class Inputs:
     Attributes:
         tokens_BT, positions_BT: int32.
         segments: how rows are packed; by default each row is one segment. Without a cache only.
-        cache: ``{"dense": {name: (part, ...)}}``, names and each part's axes as in what ``keep_kv`` returns; the current tokens
-            follow it.
-        lengths: valid positions of each cache part.
+        pool: the cache, ``{"dense": {name: [L, U, ..., PAGE, X]}}`` as ``cache_specs`` says; the current tokens follow it.
+        view: each row's pages in it.
         replay: recorded experts of every MoE layer, ``[L, B, T, X]``, see ``router.route``.
     """
 
     tokens_BT: jax.Array
     positions_BT: jax.Array
     segments: Segments | None = None
-    cache: Any = None
-    lengths: tuple[jax.Array, ...] | None = None
+    pool: Any = None
+    view: paged.View | None = None
     replay: jax.Array | None = None
 
 
 def hidden_states(
     params: Any,
-    lora: BoundAdapters | None,
+    lora: AnyAdapters | None,
     inputs: Inputs,
     cfg: ModelConfig,
     *,
-    keep_kv: bool = False,
     keep_routes: bool = False,
     remat: str = "none",
 ) -> tuple[jax.Array, Any]:
@@ -110,72 +138,79 @@ def hidden_states(
 
     Args:
         lora: adapters bound to the rows; None for the bare base.
-        keep_kv: also return what a cache keeps of the current tokens.
-        keep_routes: also return the experts that were used.
+        keep_routes: without a cache, also return the experts that were used. A cache with ``routes`` keeps them itself.
         remat: a key of ``REMAT``.
 
     Returns:
-        ``[B, T, D]``, and per layer kind what was asked for: ``{"dense": {"k": [L, B, K, T, H], "v": ...}}``, under latent
-        attention ``{"latent": [L, B, T, C], "rope": [L, B, T, J]}``, with ``index`` where keys are chosen; and for MoE
-        layers ``"routes"``, int32 ``[L, B, T, X]``, and ``"missed"``, see ``router.Route``.
+        ``[B, T, D]``; and per layer kind the pool with the current tokens in it or, without a cache, for MoE layers what was asked
+        for: ``"routes"``, int32 ``[L, B, T, X]``, and ``"missed"``, see ``router.Route``.
     """
-    tokens_BT, positions_BT, segments, cache, replay = inputs.tokens_BT, inputs.positions_BT, inputs.segments, inputs.cache, inputs.replay
+    tokens_BT, positions_BT, segments, view, replay = inputs.tokens_BT, inputs.positions_BT, inputs.segments, inputs.view, inputs.replay
     chex.assert_rank([tokens_BT, positions_BT], 2)
     chex.assert_equal_shape([tokens_BT, positions_BT, *(segments or ())])
     chex.assert_rank([] if replay is None else [replay], 4)
-    if segments is None and cache is None:
+    if segments is None and view is None:
         zeros = jnp.zeros_like(tokens_BT)
         segments = Segments(zeros, zeros)
-    ctx = Context(*rope_tables(positions_BT, cfg), segments, inputs.lengths)
+    ctx = Context(*rope_tables(positions_BT, cfg), segments)
     with jax.named_scope("embed"):
         x = embed(params, lora, tokens_BT)
     B, T = tokens_BT.shape
-    chosen = dsa.undecided(B, T, () if cache is None else next(iter(cache.values())).get("index", ()), cfg)
+    chosen = dsa.undecided(B, T, view, cfg)
     kept = {}
     for kind in cfg.stacks:
         scanned, indexers = dsa.detach(params[kind])
 
-        def layer(carry, layer_inputs, indexers=indexers):
-            x, chosen = carry
-            p, a, past, turn, routes = layer_inputs
+        def layer(carry, layer_inputs, indexers=indexers, kind=kind):
+            x, chosen, pool = carry
+            p, a, number, turn, routes = layer_inputs
+            a = lora.at(kind).in_layer(number) if isinstance(lora, RowAdapters) else a
             indexer = None if turn is None else dsa.Layer(indexers, turn)
-            carry, kv, route = _layer(x, chosen, p, a, past, indexer, routes, ctx, cfg)
-            return carry, (kv if keep_kv else {}) | ({"routes": route.ids, "missed": route.missed} if keep_routes and route else {})
+            cache = None if view is None else paged.Cache(pool, number, view)
+            x, chosen, pool, route = _layer(x, chosen, p, a, cache, indexer, routes, ctx, cfg)
+            return (x, chosen, pool), {"routes": route.ids, "missed": route.missed} if keep_routes and route else {}
 
         if REMAT[remat] is not None:
             # Inside a scan XLA cannot merge the second computation with the first, so the barriers against that are left out.
             layer = jax.checkpoint(layer, policy=REMAT[remat], prevent_cse=False)
-        past = None if cache is None else cache[kind]
-        xs = scanned, _below(lora, kind), past, dsa.turns(cfg, kind), replay if kind == "moe" else None
-        (x, chosen), kept[kind] = jax.lax.scan(layer, (x, chosen), xs)
+        # The pool is carried, not scanned over: as the scan's inputs and outputs it is a copy of the cache in every step (387 MB of
+        # temporaries where this has 17), and so are stacks of adapters, of which rows need some.
+        pool = None if view is None else inputs.pool[kind]
+        below = None if isinstance(lora, RowAdapters) else _below(lora, kind)
+        xs = scanned, below, jnp.arange(cfg.stacks[kind]), dsa.turns(cfg, kind), replay if kind == "moe" else None
+        (x, chosen, pool), kept[kind] = jax.lax.scan(layer, (x, chosen, pool), xs)
+        if view is not None:
+            kept[kind] = pool
     with jax.named_scope("final_norm"):
         x = rms_norm(x, params["final_norm"], cfg.norm_eps)
     return x, kept
 
 
-def _layer(x, chosen, p, lora, past, indexer, replay, ctx: Context, cfg: ModelConfig):
+def _layer(x, chosen, p, lora, cache: paged.Cache | None, indexer, replay, ctx: Context, cfg: ModelConfig):
     x = constrain(checkpoint_name(x, "residual"), "batch", "tokens", "act_embed")
     with jax.named_scope("attn"):
-        inputs = rms_norm(x, p["attn"]["norm"], cfg.norm_eps), p["attn"], _below(lora, "attn"), past, ctx, cfg
+        inputs = rms_norm(x, p["attn"]["norm"], cfg.norm_eps), p["attn"], _below(lora, "attn"), cache, ctx, cfg
         if cfg.latent is None:
-            out, kv = _attention(*inputs)
+            out, pool = _attention(*inputs)
         else:
-            out, kv, chosen = mla.latent_attention(*inputs, indexer, chosen)
+            out, pool, chosen = mla.latent_attention(*inputs, indexer, chosen)
         x = constrain(checkpoint_name(x + out, "residual"), "batch", "tokens", "act_embed")
     if "moe" in p:
         with jax.named_scope("moe"):
             out, route = moe.moe(rms_norm(x, p["moe"]["norm"], cfg.norm_eps), p["moe"], _below(lora, "moe"), cfg, replay)
-            return (x + out, chosen), kv, route
+            if cache is not None and pool is not None and "routes" in pool:
+                pool = pool | {"routes": paged.record(pool["routes"], route.ids, cache, cache_heads(cfg))}
+            return x + out, chosen, pool, route
     with jax.named_scope("mlp"):
         out = mlp.mlp(rms_norm(x, p["mlp"]["norm"], cfg.norm_eps), p["mlp"], _below(lora, "mlp"))
-        return (x + out, chosen), kv, None
+        return x + out, chosen, pool, None
 
 
-def _below(lora: BoundAdapters | None, name: str) -> BoundAdapters | None:
+def _below(lora: AnyAdapters | None, name: str) -> AnyAdapters | None:
     return None if lora is None else lora.at(name)
 
 
-def _attention(h_BTD, p, lora, past, ctx: Context, cfg: ModelConfig):
+def _attention(h_BTD, p, lora, cache: paged.Cache | None, ctx: Context, cfg: ModelConfig):
     B, T, _ = h_BTD.shape
     q = project(h_BTD, p, lora, "q").reshape(B, T, cfg.num_heads, cfg.head_dim)
     k = project(h_BTD, p, lora, "k").reshape(B, T, cfg.num_kv_heads, cfg.head_dim)
@@ -183,19 +218,20 @@ def _attention(h_BTD, p, lora, past, ctx: Context, cfg: ModelConfig):
     if cfg.qk_norm:
         q, k = rms_norm(q, p["q_norm"], cfg.norm_eps), rms_norm(k, p["k_norm"], cfg.norm_eps)
     q, k = rotate(q, ctx.cos, ctx.sin), rotate(k, ctx.cos, ctx.sin)
-    # Heads before positions: a decode step reads one head's keys of all positions, which then lie in one piece of memory.
-    kept = {"k": k.swapaxes(1, 2), "v": v.swapaxes(1, 2)}
-    scale = cfg.head_dim**-0.5
-    if past is None:
+    scale, pool = cfg.head_dim**-0.5, None
+    if cache is None:
         assert ctx.segments is not None
-        out = packed_attention(q, k, v, ctx.segments, scale)
+        out = packed_attention(q, k, v, ctx.segments, scale, kernel=cfg.kernels.packed_attention)
     else:
-        assert ctx.lengths is not None
-        out = cached_attention(q, kept["k"], kept["v"], Past(past["k"], past["v"], ctx.lengths), scale)
-    return project(out.reshape(B, T, -1), p, lora, "o"), kept
+        # Heads before positions: a decode step reads one head's keys of all positions, which then lie in one piece of memory.
+        new = {"k": k.swapaxes(1, 2), "v": v.swapaxes(1, 2)}
+        own = {name: cache.pool[name] for name in new}
+        out, kv = paged.grouped_query_attention(q, new, own, cache.layer, cache.view, scale, cfg.kernels.paged_attention)
+        pool = cache.pool | kv
+    return project(out.reshape(B, T, -1), p, lora, "o"), pool
 
 
-def embed(params: Any, lora: BoundAdapters | None, tokens_BT: jax.Array) -> jax.Array:
+def embed(params: Any, lora: AnyAdapters | None, tokens_BT: jax.Array) -> jax.Array:
     """Token embeddings ``[B, T, D]``, with the deltas of adapters that target ``embed``."""
     table = params["embed"]["w"]
     x = table[tokens_BT]
@@ -203,7 +239,7 @@ def embed(params: Any, lora: BoundAdapters | None, tokens_BT: jax.Array) -> jax.
     return x if delta is None else x + delta
 
 
-def logits(params: Any, lora: BoundAdapters | None, h_BTD: jax.Array) -> jax.Array:
+def logits(params: Any, lora: AnyAdapters | None, h_BTD: jax.Array) -> jax.Array:
     """``[B, T, V]`` float32, with the deltas of adapters that target ``unembed``."""
     chex.assert_shape(h_BTD, (None, None, unembed_table(params).shape[1]))
     with jax.named_scope("unembed"):

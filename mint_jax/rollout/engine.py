@@ -1,172 +1,159 @@
-"""The sampling engine's door: requests in, completions out.
+"""The sampling engine: continuous batching over pages, any mixture of adapters, the same bits in any company.
 
-``DenseEngine`` packs requests into blocks of equal shape and runs ``generate``. A paged engine with continuous batching
-takes its place behind the same two types and the same ``generate`` method.
+    generate(requests)              runs the loop in the caller's thread until all are answered
+    with engine.serving(...):       runs it in a thread of its own
+        engine.submit(request)      from any thread: a stream of tokens, with a result, to be cancelled
+
+One turn of the loop: adapters that have arrived are written into slots; waiting samples get rows and pages; blocks of prompts are
+prefilled; all rows decode some steps. ``schedule.py`` decides, ``plans.py`` says it to the device, ``device.py`` does it.
+
+A request and its seed give the same tokens and log-probabilities, bit for bit, at one number of rows, whatever the other rows, their
+order, the pages, hits of the prompts' cache, when its blocks are prefilled, preemption and the steps of a dispatch. Programs of
+different numbers of rows may round differently (on a CPU products of 2 to 32 rows sum alike); an engine with one entry in ``rows``
+has but one.
 """
 
+import contextlib
 import dataclasses
+import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from mint_jax import multihost
-from mint_jax.data.buckets import ShapeBook, round_up
 from mint_jax.errors import UserError
-from mint_jax.lora.blocks import bind_blocks, plan_blocks
-from mint_jax.lora.tree import Slot, Stacks, check_resident
+from mint_jax.lora.tree import Slot, Stacks
 from mint_jax.models.base import Base
-from mint_jax.rollout import generate as program
-from mint_jax.rollout.sample import Penalties, SamplingParams
+from mint_jax.models.paged import PAGE
+from mint_jax.rollout import device, plans
+from mint_jax.rollout import request as requests_
+from mint_jax.rollout.answers import completion
+from mint_jax.rollout.cache import Cache
+from mint_jax.rollout.device import STEPS, Drawn
+from mint_jax.rollout.grammar import Grammars
+from mint_jax.rollout.pages import Pages, pages_for, require_fit
+from mint_jax.rollout.request import Completion, Request
+from mint_jax.rollout.schedule import Prompt, Sample, Schedule, longest_table, pages_needed
+from mint_jax.rollout.stops import Stops
+from mint_jax.rollout.stream import Piece, Stream
 
-# Tokens between two looks of the host: at stop strings, which only text shows, and at what else it has to do between steps. A look
-# waits for the device and reads back all tokens; between looks up to 15 tokens are drawn in vain behind a stop string, and cut off.
-CHECK_EVERY = 16
-MAX_ALTERNATIVES = 20  # tokens whose log-probabilities are told at each place, as many as OpenAI's API tells
+ROWS = (8, 32, 128)  # shapes of decoding: the smallest that holds the rows there are is run
+# Blocks of a prefill, in pages: one number, for programs of different ones round differently, and how many blocks wait at once is a
+# matter of company (SmolLM2's keys of its second layer differ by 5e-6 between 4 and 16). On a CPU 128 tokens: 512 at once would take
+# 0.8 of their time, and 3.2 times as long for a prompt of 30.
+CPU_BLOCKS, BLOCKS = 4, 16
+LOOK_S = 0.02  # how long new requests may go unseen while all that are there wait for adapters
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """One prompt, sampled ``n`` times.
+class Lease(Protocol):
+    """A hold on a slot."""
 
-    Attributes:
-        prompt: token ids, at least one.
-        adapter: None samples the bare base.
-        n: completions wanted.
-        max_tokens: new tokens at most.
-        temperature, top_k, top_p, min_p: see ``SamplingParams``.
-        repetition_penalty, frequency_penalty, presence_penalty: see ``rollout.sample.Penalties``.
-        logit_bias: (token id, what is added to its logit), each id once.
-        top_logprobs: of how many of the likeliest tokens at each place the log-probabilities are wanted.
-        seed: completion i uses ``seed + i``; the same seed gives the same tokens in any batch.
-        stop_ids: token ids that end a completion; the id itself is kept.
-        stop: strings that end a completion: its text ends before the string, its tokens with the one completing it. One that is a
-            special token of the tokenizer, which decoded text leaves out, ends it by that token's id.
-        revision: digest of the revision that is in the adapter's slot, for the completions to name (law 7).
-    """
+    slot: Slot
 
-    prompt: tuple[int, ...]
-    adapter: Slot | None = None
-    n: int = 1
-    max_tokens: int = 64
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    top_logprobs: int = 0
-    seed: int = 0
-    stop_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
-    revision: str | None = None
+    def release(self) -> None: ...
+
+
+class Residents(Protocol):
+    """What is asked of residency: see ``residency.Residency``."""
 
     @property
-    def penalised(self) -> bool:
-        """Whether anything changes its logits before temperature and filters."""
-        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty, self.logit_bias) != (1, 0, 0, ())
+    def stacks(self) -> Stacks: ...
+
+    def acquire(self, digest: str, tenant: str) -> "Future[Any]": ...
+
+    def commit_ready(self, budget_bytes: int | None = None) -> int: ...
+
+    def wait_ready(self, pending: Sequence[Future], timeout: float = 1.0) -> bool: ...
 
 
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """One sampled continuation.
+@dataclasses.dataclass(eq=False)
+class _Job:
+    """One request in the engine."""
 
-    Attributes:
-        tokens: ids, including a final stop id.
-        logprobs: float32, one a token, under the model itself (temperature 1, no filter, no penalty).
-        drawn_logprobs: those under the distribution that drew the tokens, temperature, filters and penalties included; ``logprobs``
-            where none changes anything, and in greedy decoding.
-        finish: ``stop`` or ``length``.
-        text: decoded text before a stop string; None without a tokenizer.
-        routes: the experts that the input before each token visited, ``[tokens, L, X]``; None unless the engine records them.
-        prompt_routes: those of the prompt but its last token, ``[prompt - 1, L, X]``; one array for all samples of a prompt.
-        revision: digest of the revision that was sampled, as its request said; None for the bare base.
-        top_logprobs: for each token the (id, log-probability under the model itself) of the likeliest at its place, the likeliest first;
-            None unless asked for.
-    """
-
-    tokens: list[int]
-    logprobs: list[float]
-    drawn_logprobs: list[float]
-    finish: str
-    text: str | None
-    routes: np.ndarray | None = None
-    prompt_routes: np.ndarray | None = None
-    revision: str | None = None
-    top_logprobs: list[list[tuple[int, float]]] | None = None
+    stream: Stream
+    prompt: Prompt
+    samples: list[Sample] = dataclasses.field(default_factory=list)
+    lease: "Future[Any] | None" = None
 
 
-class _Drawn(NamedTuple):
-    """What the device drew so far, on the host."""
-
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    drawn_logprobs: np.ndarray
-    lengths: np.ndarray
-    stopped: np.ndarray
-    done: np.ndarray
-
-    def row(self, r: int, n: int | None = None) -> tuple[list[int], list[float], list[float]]:
-        """The first ``n`` tokens of a row, or all, and their two log-probabilities."""
-        kept = slice(0, self.lengths[r] if n is None else n)
-        return self.tokens[r, kept].tolist(), self.logprobs[r, kept].tolist(), self.drawn_logprobs[r, kept].tolist()
-
-
-class _Top(NamedTuple):
-    """The likeliest tokens at each place and their log-probabilities, ``[B, C, K]``, on the host."""
-
-    ids: np.ndarray
-    logprobs: np.ndarray
-
-    def put(self, completion: Completion, row: int, count: int) -> Completion:
-        """The completion of a row with the ``count`` likeliest; as it is where none were asked for."""
-        if not count:
-            return completion
-        ids, logprobs = (part[row, : len(completion.tokens), :count].tolist() for part in self)
-        return dataclasses.replace(completion, top_logprobs=[list(zip(*pair)) for pair in zip(ids, logprobs)])
-
-
-class _Routes(NamedTuple):
-    """Experts of prompts ``[L, Q, T, X]`` and of new tokens ``[L, B, C, X]``, on the host."""
-
-    prompts: np.ndarray
-    new: np.ndarray
-
-    def put(self, completions: list[Completion], prompt: int, rows: range, length: int) -> list[Completion]:
-        """The completions of one prompt with their routes."""
-        before = self.prompts[:, prompt, :length].swapaxes(0, 1)
-        out = []
-        for row, c in zip(rows, completions):
-            own = self.new[:, row, : len(c.tokens) - 1].swapaxes(0, 1)  # the last token was drawn, but never read
-            out.append(dataclasses.replace(c, routes=np.concatenate([before[-1:], own]), prompt_routes=before[:-1]))
-        return out
-
-
-class DenseEngine:
-    """Samples with a dense cache, one group of blocks at a time.
+class Engine:
+    """See the module.
 
     Args:
         base: the resident base.
         decode: text of token ids, for stop strings and ``Completion.text``; None without a tokenizer.
         max_rows: rows decoded together at most.
+        rows: the numbers of rows that are programs, instead of those of ``ROWS`` below ``max_rows`` and that itself.
         keep_routes: record the experts that every token visits, for replay in training (R3).
+        cache_bytes: of the cache, over all devices; None: see ``cache.CACHE_BYTES``.
+        steps: tokens of a row between two looks of the host, 1 to STEPS.
+
+    Attributes:
+        counts: what was done so far: tokens prefilled, reused and drawn, dispatches, samples preempted.
 
     Raises:
-        UserError: ``keep_routes`` with a base that has no experts.
+        UserError: ``keep_routes`` with a base that has no experts; sizes out of their range.
     """
 
-    def __init__(self, base: Base, decode: Callable[[list[int]], str] | None = None, max_rows: int = 256, keep_routes: bool = False):
+    def __init__(
+        self,
+        base: Base,
+        decode: Callable[[list[int]], str] | None = None,
+        max_rows: int = 128,
+        rows: Sequence[int] | None = None,
+        keep_routes: bool = False,
+        cache_bytes: int | None = None,
+        steps: int = STEPS,
+    ):
         if keep_routes and base.cfg.experts is None:
             raise UserError(f"replay asks for routes, but {base.name} has no experts: switch it off")
-        self.keep_routes = keep_routes
-        self.base = base
-        self.decode = decode
-        self.max_rows = max_rows
-        self.shapes = ShapeBook()
+        if not 1 <= steps <= STEPS:
+            raise UserError(f"steps is {steps}; expected 1 to {STEPS}")
+        if max_rows < 1 or (rows is not None and (not rows or min(rows) < 1)):
+            raise UserError(f"max_rows is {max_rows} and rows {rows}; expected numbers of rows, at least 1")
+        self.base, self.decode, self.keep_routes, self.steps = base, decode, keep_routes, steps
+        self.parts = device.page_parts(base.cfg, base.mesh)
+        even = math.lcm(self.parts, base.row_multiple)
+        wanted = rows if rows is not None else (*(r for r in ROWS if r < max_rows), max_rows)
+        # One row alone on a device, with others on other devices, would be another class of products; a program of one row has no others.
+        least = 2 * base.row_multiple if base.row_multiple > 1 else 1
+        self.rows = tuple(sorted({-(-max(r, least) // even) * even for r in wanted}))
+        wanted_blocks = CPU_BLOCKS if base.mesh.devices.flat[0].platform == "cpu" else BLOCKS
+        self.blocks = -(-wanted_blocks // even) * even
+        self.table = longest_table(base.cfg.context)
+        self.counts: Counter[str] = Counter()
+        self._grammars = Grammars(base)
+        self.cache = Cache(base, self.rows[-1], keep_routes, cache_bytes)
+        self._schedule = Schedule([Pages(0, PAGE)] * self.parts, 0)
+        self._stacks: Stacks = {}
+        self._residency: Residents | None = None
+        self._commit_bytes: int | None = None
+        self._jobs: list[_Job] = []
+        self._inbox: list[_Job] = []
+        self._wake = threading.Condition()
+        self._running = threading.Lock()  # one thread at a time drives the device
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        self._calls, self._asked = 0, itertools.count()  # a count is one step: any thread may take a number
+
+    # -- the doors
+
+    def check(self, request: Request, stacks: Stacks) -> None:
+        """Refuses a request that cannot be sampled; see ``request.check``.
+
+        Raises:
+            UserError: also where the cache cannot hold one sample.
+        """
+        requests_.check(request, self.base, stacks, self.decode is not None)
+        self._grammars.matcher(request)
+        require_fit(pages_needed(request), self.cache.most, f"a prompt of {len(request.prompt)} tokens with {request.max_tokens} new ones")
 
     def generate(
         self,
@@ -174,236 +161,362 @@ class DenseEngine:
         stacks: Stacks | None = None,
         progress: Callable[[int, int], None] | None = None,
         between_steps: Callable[[], Any] | None = None,
-        shapes: ShapeBook | None = None,
         finished: Callable[[dict[int, list[Completion]]], Any] | None = None,
     ) -> list[list[Completion]]:
         """Samples every request; results are in the order of the requests, ``n`` completions each.
 
         Args:
             stacks: resident adapters, by bucket rank.
-            between_steps: called before each group and after at most ``CHECK_EVERY`` tokens a row, while the device has no step
-                under way: the place to write other slots of ``stacks``. The rows that run took copies of theirs.
-            progress: called with (requests done, requests) after each group.
-            shapes: the book of padded sizes to go by, where results must not depend on what else this engine sampled.
-            finished: called after each group with the completions of its requests, by their indices.
+            between_steps: called before each turn of the loop, while the device has nothing under way: the place to write other
+                slots of ``stacks`` than those that requests name.
+            progress: called with (requests done, requests) as they end.
+            finished: called with the completions of requests that ended, by their indices.
 
         Raises:
-            UserError: an empty prompt, one that does not fit the context, token ids outside the vocabulary, settings out of their
-                range, or stop strings that cannot match. Checked for all requests before the first is run.
+            UserError: see ``check``: for all requests before the first is run. While the engine serves, also what ``submit`` raises;
+                ``stacks`` and ``between_steps`` are then the loop's own.
         """
+        stacks = self._stacks if self._thread is not None else {} if stacks is None else stacks
         for request in requests:
-            self.check(request, stacks or {})
-        requests = [self._stopping_by_id(request) for request in requests]
-        out: list[list[Completion]] = [[] for _ in requests]
-        done = 0
-        for n in sorted({r.n for r in requests}):
-            same = [i for i, r in enumerate(requests) if r.n == n]
-            for group in self._groups(same, requests):
-                if between_steps is not None:
-                    between_steps()
-                results = dict(self._run(group, requests, stacks or {}, between_steps, shapes or self.shapes))
-                for i, completions in results.items():
-                    out[i] = completions
-                done += len(group)
+            self.check(request, stacks)
+        if self._thread is not None:
+            return self._wait_for(requests, progress, finished)
+        with self._driving(stacks):
+            self._calls += 1
+            jobs = [self._job(request, Stream(request)) for request in requests]
+            self._hold(requests)
+            try:
+                for job in jobs:
+                    self._begin(job)
+                left = dict(enumerate(jobs))
+                while left:
+                    if between_steps is not None:
+                        between_steps()
+                    self._turn()
+                    ended = {i: job.stream.result() for i, job in left.items() if job.stream.done}
+                    for i in ended:
+                        del left[i]
+                    if ended and finished is not None:
+                        finished(ended)
+                    if ended and progress is not None:
+                        progress(len(jobs) - len(left), len(jobs))
+            finally:
+                self._clear(jobs)
+        return [job.stream.result() for job in jobs]
+
+    def _wait_for(self, requests: Sequence[Request], progress: Any, finished: Any) -> list[list[Completion]]:
+        """``generate`` through the loop that serves."""
+        streams: list[Stream] = []
+        try:
+            for request in requests:
+                streams.append(self.submit(request))
+            for i, stream in enumerate(streams):
+                result = stream.result()
                 if finished is not None:
-                    finished(results)
+                    finished({i: result})
                 if progress is not None:
-                    progress(done, len(requests))
-        return out
+                    progress(i + 1, len(streams))
+        except BaseException:
+            for stream in streams:
+                stream.cancel()
+            raise
+        return [stream.result() for stream in streams]
 
-    def check(self, request: Request, stacks: Stacks) -> None:
-        """Refuses a request that cannot be sampled; see ``generate``."""
-        context, vocab = self.base.cfg.context, self.base.cfg.vocab_size
-        if not request.prompt:
-            raise UserError("a prompt has no tokens: give at least one (a bos token, say)")
-        if request.max_tokens < 1 or request.n < 1:
-            raise UserError(f"max_tokens is {request.max_tokens} and n is {request.n}; both must be at least 1")
-        ranges = request.temperature >= 0, 0 <= request.top_k < 2**31, 0 < request.top_p <= 1, 0 <= request.min_p <= 1
-        if not all(ranges):
-            raise UserError(
-                f"temperature {request.temperature}, top_k {request.top_k}, top_p {request.top_p}, min_p {request.min_p}: "
-                "expected temperature >= 0, top_k >= 0 (0: all), 0 < top_p <= 1, 0 <= min_p <= 1"
-            )
-        if not 0 <= request.top_logprobs <= MAX_ALTERNATIVES:
-            raise UserError(f"top_logprobs is {request.top_logprobs}; expected 0 to {MAX_ALTERNATIVES}")
-        if len(request.prompt) + request.max_tokens > context:
-            raise UserError(
-                f"a prompt of {len(request.prompt)} tokens and max_tokens {request.max_tokens} exceed the context of {context}: "
-                "shorten the prompt or lower max_tokens"
-            )
-        if min(request.prompt) < 0 or max(request.prompt) >= vocab:
-            wrong = next(token for token in request.prompt if not 0 <= token < vocab)
-            raise UserError(f"a prompt has token id {wrong}; this base has ids 0 to {vocab - 1}")
-        penalties = request.repetition_penalty, request.frequency_penalty, request.presence_penalty
-        if not (all(map(math.isfinite, penalties)) and request.repetition_penalty > 0):
-            raise UserError(
-                f"repetition_penalty {penalties[0]}, frequency_penalty {penalties[1]}, presence_penalty {penalties[2]}: expected finite "
-                "numbers, the first above 0 (1: none)"
-            )
-        for token, bias in request.logit_bias:
-            if not (isinstance(token, int) and 0 <= token < vocab and math.isfinite(bias)):
-                raise UserError(f"logit_bias has {bias} for token {token!r}; expected a finite number for one of the ids 0 to {vocab - 1}")
-        if len({token for token, _ in request.logit_bias}) < len(request.logit_bias):
-            raise UserError(f"logit_bias names a token twice: {request.logit_bias}; give each id once")
-        if not 0 <= request.seed < 2**32:
-            raise UserError(f"seed is {request.seed}; expected 0 to {2**32 - 1}")
-        if wrong := [i for i in request.stop_ids if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < 2**31]:
-            raise UserError(f"stop_ids has {wrong[0]!r}; expected token ids, 0 to {vocab - 1}")
-        check_resident(request.adapter, stacks)
-        self._check_stop(request.stop)
+    @contextlib.contextmanager
+    def serving(
+        self, stacks: Stacks | None = None, residency: Residents | None = None, commit_bytes: int | None = None
+    ) -> Iterator["Engine"]:
+        """Runs the loop in a thread of its own, for ``submit``, until the block ends; what has not ended then is cancelled.
 
-    def _check_stop(self, stop: tuple[str, ...]) -> None:
-        if not isinstance(stop, tuple) or not all(isinstance(text, str) for text in stop):
-            raise UserError(
-                f'stop is {stop!r}; expected strings: quote them, in a file as stop=(" 6",), on a command line as '
-                "--config.sampling.stop=\"(' 6',)\""
-            )
-        if "" in stop:
-            raise UserError("a stop string is empty: remove it, it would end every completion at once")
-        if stop and self.decode is None:
-            raise UserError(f"stop strings {stop!r} need a tokenizer, and {self.base.directory} has none: use stop_ids")
-        for text in stop:
-            if held := [special for special in self._special if special in text and special != text]:
-                raise UserError(
-                    f"stop string {text!r} holds the special token {held[0]!r}, which decoded text leaves out, so it would never match: "
-                    f"stop at {held[0]!r} alone, or at text alone"
-                )
+        Args:
+            stacks: adapters that are there; or
+            residency: brings those that requests name by ``revision``, while others decode.
+            commit_bytes: bytes written into slots between two turns, about; None is all that is there.
 
-    @property
-    def _special(self) -> dict[str, int]:
-        return {} if self.base.tokenizer is None else self.base.tokenizer.special_ids
+        Raises:
+            UserError: the base is spread over several processes, whose clocks differ: use ``generate`` in all of them.
+        """
+        if (count := multihost.count()) > 1:
+            raise UserError(f"serving is for an engine of one process, here are {count}: call generate in all of them")
+        with self._driving(residency.stacks if residency is not None else stacks or {}):
+            self._residency, self._commit_bytes, self._stopping = residency, commit_bytes, False
+            self._hold(None)
+            self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
+            self._thread.start()
+            try:
+                yield self
+            finally:
+                with self._wake:
+                    self._stopping = True
+                    self._wake.notify_all()
+                self._thread.join()
+                self._thread, self._residency = None, None
 
-    def _stopping_by_id(self, request: Request) -> Request:
-        """The request with special tokens among its stop strings as ids."""
-        ids = [self._special[text] for text in request.stop if text in self._special]
-        if not ids:
-            return request
-        rest = tuple(text for text in request.stop if text not in self._special)
-        return dataclasses.replace(request, stop=rest, stop_ids=(*request.stop_ids, *ids))
+    def submit(self, request: Request, deadline_s: float | None = None) -> Stream:
+        """Asks for a request while the engine serves; from any thread.
 
-    def _groups(self, members: list[int], requests: Sequence[Request]) -> list[list[int]]:
-        """Requests that run together: at most ``max_rows`` rows, of similar length where there are more than fit."""
-        per_group = max(1, self.max_rows // requests[members[0]].n)
-        if len(members) > per_group:
-            members = sorted(members, key=lambda i: (len(requests[i].prompt), requests[i].max_tokens))
-        return [members[k : k + per_group] for k in range(0, len(members), per_group)]
+        Args:
+            deadline_s: seconds after which it is cancelled.
 
-    def _run(
-        self,
-        group: list[int],
-        requests: Sequence[Request],
-        stacks: Stacks,
-        between_steps: Callable[[], Any] | None,
-        shapes: ShapeBook,
-    ) -> Iterator[tuple[int, list[Completion]]]:
-        """Samples one group of requests with equal ``n``; yields each request's index and completions."""
-        rollouts = requests[group[0]].n
-        plan = plan_blocks([requests[i].adapter for i in group], self.base.row_multiple)
-        order = [None if k is None else requests[group[k]] for k in plan.order]
-        T, C = shapes.fit((max(len(r.prompt) for r in order if r), max(r.max_tokens for r in order if r)), least=(16, 8))
-        prompts, lengths, sampling, limits = _arrays(order, rollouts, min(T, self.base.cfg.context))
-        rows = [r for r in order for _ in range(rollouts)]
-        lora = bind_blocks(plan, stacks, self.base.dtype)
-        args = self.base.params, lora
-        with jax.set_mesh(self.base.mesh):
-            asked = any(r and r.top_logprobs for r in order)
-            sizes = {
-                "rollouts": rollouts,
-                "new_tokens": min(C, self.base.cfg.context),
-                "keep_routes": self.keep_routes,
-                "keep_top": MAX_ALTERNATIVES if asked else 0,  # one program for any number
-            }
-            cache, state, prompt_routes = program.prefill(*args, prompts, lengths, sampling, limits, cfg=self.base.cfg, **sizes)
-            watching = any(r and r.stop for r in rows)
-            steps = np.int32(CHECK_EVERY if watching or between_steps is not None else C)
-            while True:
-                state = program.decode(*args, cache, lengths, state, sampling, limits, steps, cfg=self.base.cfg)
-                drawn = _Drawn(*multihost.to_host(tuple(getattr(state, field) for field in _Drawn._fields)))
-                done = drawn.done
-                if watching:
-                    # Every process would find the same here, but each in its own time, and one that left the loop alone would
-                    # be missed in the next step's collectives: one of them says.
-                    done = np.array(multihost.agree("rows that are done", lambda drawn=drawn: self._done(drawn, rows).tolist()))
-                    state = dataclasses.replace(state, done=done)
-                if done.all():
-                    break
-                if between_steps is not None:
-                    between_steps()
-        recorded = None if prompt_routes is None else _Routes(*multihost.to_host((prompt_routes, state.routes)))
-        top = None if state.top is None else _Top(*multihost.to_host(state.top))
-        for k, i in enumerate(plan.order):
-            if i is not None:
-                request = requests[group[i]]
-                mine = range(k * rollouts, (k + 1) * rollouts)
-                completions = [self._completion(drawn, r, request) for r in mine]
-                if top is not None:
-                    completions = [top.put(c, r, request.top_logprobs) for c, r in zip(completions, mine)]
-                yield group[i], completions if recorded is None else recorded.put(completions, k, mine, len(request.prompt))
+        Raises:
+            UserError: see ``check``; or the engine does not serve.
+            QueueFull: residency's, with the time after which to ask again.
+        """
+        if self._thread is None:
+            raise UserError("the engine does not serve: submit inside `with engine.serving(...)`, or call generate")
+        self.check(request, self._stacks)
+        job = self._job(request, Stream(request, None if deadline_s is None else time.monotonic() + deadline_s))
+        if self._residency is not None and request.revision is not None and request.adapter is None:
+            job.lease = self._residency.acquire(request.revision, request.tenant)
+        with self._wake:
+            if self._stopping or self._thread is None:
+                self._give_back(job)
+                raise UserError("the engine is being stopped: ask another one")
+            self._inbox.append(job)
+            self._wake.notify_all()
+        return job.stream
 
-    def _done(self, drawn: _Drawn, rows: Sequence[Request | None]) -> np.ndarray:
-        """``[B]`` bool: rows that the device found done, and those whose text holds a stop string."""
-        return drawn.done | [r is not None and self._cut(drawn.row(k)[0], r)[0] is not None for k, r in enumerate(rows)]
+    def warm(self, stacks: Stacks | None = None, progress: Callable[[str, int, int], None] | None = None) -> None:
+        """Compiles every program there is for these stacks, so that no request waits for one.
 
-    def _cut(self, tokens: list[int], request: Request) -> tuple[int | None, str | None]:
-        """How many tokens it takes to complete the first stop string, and the text before it."""
-        if self.decode is None:
-            return None, None
-        text = self.decode(tokens)
-        if not any(stop in text for stop in request.stop):
-            return None, text
-        low, high = 1, len(tokens)
-        # The shortest prefix whose text holds a stop string, by halves: a token may complete several characters, or half of one, so
-        # that where a text is cut says nothing of which token did it; once there, a stop string stays in all longer prefixes.
-        while low < high:
-            middle = (low + high) // 2
-            if any(stop in self.decode(tokens[:middle]) for stop in request.stop):
-                high = middle
-            else:
-                low = middle + 1
-        text = self.decode(tokens[:low])
-        return low, text[: min(text.find(stop) for stop in request.stop if stop in text)]
+        Args:
+            progress: called with (what, done, in all) before each.
+        """
+        with self._driving({} if stacks is None else stacks):
+            self._hold(None)
+            todo: list[tuple[str, Callable[[], Any]]] = []
+            todo.append((f"prefill of {self.blocks * PAGE} tokens", lambda: self._prefill([[]] * self.parts)))
+            todo.append(("scores of a prompt", lambda: self._prefill([[]] * self.parts, score=True)))
+            todo += [(f"decoding of {r} rows", lambda r=r: self._decode([], r)) for r in self.rows]
+            todo.append(("pages to and from the host", lambda: self.cache.write(0, [], self.cache.read(0, []), 0)))
+            for i, (what, call) in enumerate(todo):
+                if progress is not None:
+                    progress(what, i, len(todo))
+                call()
 
-    def _completion(self, drawn: _Drawn, row: int, request: Request) -> Completion:
-        cut, text = self._cut(drawn.row(row)[0], request)
-        finish = "stop" if cut is not None or drawn.stopped[row] else "length"
-        return Completion(*drawn.row(row, cut), finish, text, revision=request.revision)
+    # -- the loop
 
+    @contextlib.contextmanager
+    def _driving(self, stacks: Stacks) -> Iterator[None]:
+        if not self._running.acquire(blocking=False):
+            raise UserError("the engine is at work in another thread: submit to it there, or make an engine of your own")
+        try:
+            self._stacks = stacks
+            with jax.set_mesh(self.base.mesh):
+                yield
+        except BaseException:
+            self.cache.drop()  # a call that failed may have taken it along
+            raise
+        finally:
+            self._stacks = {}
+            self._running.release()
 
-def _arrays(order: Sequence[Request | None], rollouts: int, length: int) -> tuple[np.ndarray, np.ndarray, SamplingParams, program.Limits]:
-    """Prompts ``[Q, T]``, lengths ``[Q]`` and per-row settings ``[Q G]``; padding has an empty prompt and no tokens to draw."""
-    filled = [r or Request((0,), max_tokens=0) for r in order]
-    prompts = np.zeros((len(order), length), np.int32)
-    for row, request in enumerate(filled):
-        prompts[row, : len(request.prompt)] = request.prompt
-    rows = [r for r in filled for _ in range(rollouts)]
-    stop_ids = np.full((len(rows), max(1, max(len(r.stop_ids) for r in rows))), -1, np.int32)
-    for row, request in enumerate(rows):
-        stop_ids[row, : len(request.stop_ids)] = request.stop_ids
+    def _serve(self) -> None:
+        error: BaseException | None = None
+        try:
+            with jax.set_mesh(self.base.mesh):
+                while True:
+                    with self._wake:
+                        while not (self._inbox or self._jobs or self._stopping):
+                            self._wake.wait()
+                        if self._stopping:
+                            break
+                        new, self._inbox = self._inbox, []
+                    for job in new:
+                        self._begin(job)
+                    if not self._turn() and self._residency is not None:  # nothing to do but to wait for adapters
+                        coming = [job.lease for job in self._jobs if job.lease is not None and not job.lease.done()]
+                        self._residency.wait_ready(coming, LOOK_S)
+        except BaseException as failure:
+            error = failure
+            self.cache.drop()
+        with self._wake:
+            self._stopping = True
+            left, self._inbox = [*self._jobs, *self._inbox], []
+        self._clear(left, error or UserError("the engine was stopped before this request ended: ask again"))
 
-    def column(dtype: type, values: Iterable[float]) -> Any:
-        return np.array(list(values), dtype)
+    def _job(self, request: Request, stream: Stream) -> _Job:
+        asked = requests_.stopping_by_id(request, self.base)
+        if request.revision is not None:
+            version: Any = request.revision
+        elif request.adapter is None:
+            version = None
+        else:  # a slot whose weights have no name, and may be others for the next call: its prompts are shared within this one
+            version = self._calls if self._thread is None else next(self._asked), request.adapter, self._thread is None
+        return _Job(stream, Prompt(asked, (request.tenant, version)))
 
-    # The noise of a row follows from its request's seed and its number among the request's samples, not from its place in this
-    # batch: the same request draws the same tokens in any company.
-    sampling = SamplingParams(
-        temperature=column(np.float32, (r.temperature for r in rows)),
-        top_k=column(np.int32, (r.top_k for r in rows)),
-        top_p=column(np.float32, (r.top_p for r in rows)),
-        min_p=column(np.float32, (r.min_p for r in rows)),
-        seed=column(np.uint32, ((r.seed + k % rollouts) & 0xFFFFFFFF for k, r in enumerate(rows))),
-        penalties=_penalties(rows),
-    )
-    limits = program.Limits(column(np.int32, (r.max_tokens for r in rows)), stop_ids)  # type: ignore[arg-type]
-    return prompts, column(np.int32, (len(r.prompt) for r in filled)), sampling, limits
+    def _begin(self, job: _Job) -> None:
+        self._jobs.append(job)
+        job.samples = self._schedule.add(job.prompt, job)
+        for sample in job.samples:
+            sample.matcher = self._grammars.matcher(job.prompt.request)
+            if job.prompt.request.stop:
+                assert self.decode is not None, "checked at the door"
+                sample.stops = Stops(self.decode, job.prompt.request.stop)
 
+    def _turn(self) -> bool:
+        """One turn of the loop; whether anything was done."""
+        self._drop_cancelled()
+        if self._residency is not None:
+            self._residency.commit_ready(self._commit_bytes)
+        before = len(self._schedule.running)
+        self._schedule.admit(self._restore, self.steps, self._loaded)
+        reads = 0
+        # Rows decode together: prompts of rows that wait are read first while few rows decode, and beside many a call at a time.
+        while any(todo := self._schedule.to_prefill(self.blocks // self.parts)):
+            self._prefill(todo)
+            reads += 1
+            decoding = sum(s.prompt.ready for s in self._schedule.running)
+            if decoding * 2 >= len(self._schedule.running) or reads == 4:
+                break
+        while any(todo := self._schedule.to_prefill(self.blocks // self.parts, scored=True)):
+            self._prefill(todo, score=True)
+            reads += 1
+        rows = self._schedule.to_decode(self.steps, self._preempt)
+        if rows:
+            most = max(Counter(s.prompt.part for s, _ in rows).values())
+            self._decode(rows, next(r for r in self.rows if r >= self.parts * most))
+        return bool(reads or rows or len(self._schedule.running) != before)
 
-def _penalties(rows: Sequence[Request]) -> Penalties | None:
-    if not any(r.penalised for r in rows):
-        return None
-    bias_ids = np.full((len(rows), round_up(max(1, max(len(r.logit_bias) for r in rows)))), -1, np.int32)
-    bias = np.zeros(bias_ids.shape, np.float32)
-    for row, request in enumerate(rows):
-        if request.logit_bias:
-            bias_ids[row, : len(request.logit_bias)], bias[row, : len(request.logit_bias)] = zip(*request.logit_bias)
-    columns = np.array([(r.repetition_penalty, r.frequency_penalty, r.presence_penalty) for r in rows], np.float32)
-    return Penalties(*columns.T, bias_ids, bias)  # type: ignore[arg-type]
+    def _drop_cancelled(self) -> None:
+        now = time.monotonic()
+        for job in list(self._jobs):
+            if job.lease is not None and job.lease.done() and (error := job.lease.exception()) is not None:
+                self._clear([job], error)
+            elif job.stream.cancelled or (job.stream.deadline is not None and now > job.stream.deadline):
+                for sample in job.samples:
+                    if sample.finish is None:
+                        self._finish(sample, "cancelled")
+
+    def _loaded(self, sample: Sample) -> bool:
+        """Whether a sample's adapter is in a slot; fills that in."""
+        job: _Job = sample.owner
+        if job.lease is None:
+            return True
+        if not job.lease.done() or job.lease.exception() is not None:  # a failure is told at the next turn
+            return False
+        if job.prompt.request.adapter is None:
+            job.prompt.request = dataclasses.replace(job.prompt.request, adapter=job.lease.result().slot)
+        return True
+
+    # -- calls of the device
+
+    def _prefill(self, todo: list[list[tuple[Prompt, int]]], score: bool = False) -> None:
+        plan = plans.blocks_plan(todo, self.blocks, self.table, self._stacks, score)
+        self.cache.pool, scores = device.prefill(self.base.params, self._stacks, self.cache.pool, plan, cfg=self.base.cfg)
+        if scores is not None:
+            scores = multihost.to_host(tuple(scores))
+            for part, blocks in enumerate(todo):
+                for k, (prompt, i) in enumerate(blocks):
+                    c, n = part * (self.blocks // self.parts) + k, len(prompt.blocks[i].tokens)
+                    prompt.scores[i] = [x[c, :n].tolist() for x in scores]
+        self.counts["prefills"] += 1
+        self.counts["prefilled_tokens"] += sum(len(prompt.blocks[i].tokens) for blocks in todo for prompt, i in blocks)
+
+    def _decode(self, running: list[tuple[Sample, int]], rows: int) -> None:
+        plan, places = plans.rows_plan(running, rows, self.parts, self.table, self.base.cfg.vocab_size, self._stacks)
+        steps = 1 if any(sample.matcher is not None for sample, _ in running) else self.steps
+        if self._schedule.waiting or self._schedule.swapped:  # someone can have the row that is the first to reach its limit
+            steps = min(steps, *(sample.limit - sample.own for sample, _ in running))
+        args = self.base.params, self._stacks, self.cache.pool, plan, np.int32(steps)
+        self.cache.pool, drawn = device.decode(*args, cfg=self.base.cfg)
+        alternatives = plan.top.any()
+        if not alternatives:
+            drawn = drawn._replace(top_ids=np.zeros(0), top_logprobs=np.zeros(0))
+        drawn = Drawn(*multihost.to_host(tuple(drawn)))
+        self.counts["decodes"] += 1
+        self.counts["drawn_tokens"] += int(drawn.count.sum())
+        for (sample, _), r in zip(running, places):
+            n, kept = int(drawn.count[r]), sample.prompt.request.top_logprobs
+            new = drawn.tokens[r, :n].tolist()
+            sample.tokens += new
+            sample.logprobs += drawn.logprobs[r, :n].tolist()
+            sample.drawn_logprobs += drawn.drawn_logprobs[r, :n].tolist()
+            if kept:
+                pairs = zip(drawn.top_ids[r, :n, :kept].tolist(), drawn.top_logprobs[r, :n, :kept].tolist())
+                sample.top += [list(zip(*pair)) for pair in pairs]
+            sample.owner.stream.put(Piece(sample.number, new, sample.logprobs[len(sample.logprobs) - n :]))
+        watched = [sample for sample, _ in running if sample.stops is not None]
+        cuts: dict[Sample, Any] = {}
+        if watched:
+            # Every process would find the same, but each in its own time, and one that left a row out alone would be missed in the
+            # next step's collectives: one of them says.
+            cuts = dict(zip(watched, multihost.agree("stop strings", lambda: [s.stops.look(s.tokens) for s in watched])))
+        for (sample, _), r in zip(running, places):
+            end, text = cuts.get(sample, (None, None))
+            if end is not None:
+                sample.tokens, sample.text = sample.tokens[:end], text
+                self._finish(sample, "stop")
+            elif drawn.stopped[r] or (sample.matcher is not None and self._ended(sample)):
+                self._finish(sample, "stop")
+            elif sample.own >= sample.limit:
+                self._finish(sample, "length")
+
+    def _ended(self, sample: Sample) -> bool:
+        """Tells a sample's grammar its last token; whether nothing may follow it."""
+        sample.matcher.consume_token(sample.tokens[-1])
+        return sample.matcher.is_stopped()
+
+    def _preempt(self, sample: Sample) -> Any:
+        self.counts["preempted"] += 1
+        part = sample.prompt.part
+        return part, self.cache.read(part, sample.pages[: pages_for(sample.own, PAGE)])
+
+    def _restore(self, sample: Sample) -> None:
+        if sample.swapped is not None:
+            part, contents = sample.swapped
+            self.cache.write(sample.prompt.part, sample.pages[: pages_for(sample.own, PAGE)], contents, part)
+            sample.swapped = None
+
+    # -- ends
+
+    def _finish(self, sample: Sample, why: str) -> None:
+        job: _Job = sample.owner
+        if self.keep_routes and sample.tokens and sample in self._schedule.running:
+            self._keep_routes(sample)
+        self._schedule.finish(sample)
+        sample.finish = why
+        if self.decode is not None and sample.text is None:
+            sample.text = self.decode(sample.tokens)
+        if all(s.finish is not None for s in job.samples):
+            self.counts["reused_tokens"] += job.prompt.reused or 0
+            if self._thread is not None and isinstance(job.prompt.key[1], tuple):
+                self._forget(job)
+            self._jobs.remove(job)
+            self._give_back(job)
+            job.stream.end([completion(s) for s in job.samples])
+
+    def _keep_routes(self, sample: Sample) -> None:
+        """Reads the experts that a sample's tokens visited, and once those of its prompt."""
+        prompt = sample.prompt
+        sample.routes = self.cache.routes(prompt.part, sample.pages, len(sample.tokens))
+        if prompt.routes is None:
+            prompt.routes = self.cache.routes(prompt.part, [block.page for block in prompt.blocks], prompt.length)
+
+    def _clear(self, jobs: Sequence[_Job], error: BaseException | None = None) -> None:
+        """Takes jobs that have not ended out of the engine, and forgets the prompts that nobody can ask for again."""
+        for job in jobs:
+            if job in self._jobs:
+                self._jobs.remove(job)
+                for sample in job.samples:
+                    if sample.finish is None:
+                        self._schedule.finish(sample)
+            if not job.stream.done:
+                self._give_back(job)
+                job.stream.end(error or UserError("the call was ended before this request was"))
+            if isinstance(job.prompt.key[1], tuple):
+                self._forget(job)
+
+    def _forget(self, job: _Job) -> None:
+        for pages in self._schedule.pages:
+            pages.forget(job.prompt.key)
+
+    def _give_back(self, job: _Job) -> None:
+        lease, job.lease = job.lease, None
+        if lease is not None and not lease.cancel() and lease.exception() is None:
+            lease.result().release()
+
+    def _hold(self, requests: Sequence[Request] | None) -> None:
+        """Makes the cache large enough for requests, or as large as it may be."""
+        if self.cache.hold(None if requests is None else [pages_needed(r) for r in requests for _ in range(r.n)]):
+            self._schedule = Schedule([Pages(self.cache.pages, PAGE) for _ in range(self.parts)], self.rows[-1] // self.parts)

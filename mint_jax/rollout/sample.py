@@ -58,18 +58,18 @@ class SamplingParams(NamedTuple):
     penalties: Penalties | None = None
 
 
-def penalised(logits_BV: jax.Array, penalties: Penalties, prompt_BV: jax.Array, tokens_BC: jax.Array, lengths_B: jax.Array) -> jax.Array:
+def penalised(logits_BV: jax.Array, penalties: Penalties, tokens_BC: jax.Array, prompt_BC: jax.Array, drawn_BC: jax.Array) -> jax.Array:
     """The logits that tokens are drawn from, float32.
 
     Args:
-        prompt_BV: bool, the tokens of each row's prompt.
-        tokens_BC, lengths_B: drawn so far, and how many.
+        tokens_BC: int32, what each row has read and drawn, at any places.
+        prompt_BC, drawn_BC: bool, at which of them stands a token of the prompt, and one that was drawn.
     """
-    chex.assert_equal_shape([logits_BV, prompt_BV])
+    chex.assert_equal_shape([tokens_BC, prompt_BC, drawn_BC])
     chex.assert_equal_shape([penalties.bias_ids, penalties.bias])
     V, row = logits_BV.shape[1], jnp.arange(logits_BV.shape[0])[:, None]
-    valid_BC = jnp.arange(tokens_BC.shape[1])[None] < lengths_B[:, None]
-    drawn_BV = jnp.zeros(logits_BV.shape, jnp.float32).at[row, tokens_BC].add(valid_BC.astype(jnp.float32))
+    prompt_BV = jnp.zeros(logits_BV.shape, bool).at[row, tokens_BC].max(prompt_BC)
+    drawn_BV = jnp.zeros(logits_BV.shape, jnp.float32).at[row, tokens_BC].add(drawn_BC.astype(jnp.float32))
     ids = jnp.where(penalties.bias_ids < 0, V, penalties.bias_ids)
     z_BV = logits_BV.at[row, ids].add(penalties.bias, mode="drop")
     again = penalties.repetition[:, None]

@@ -98,6 +98,15 @@ def test_collectives_count_as_often_as_their_loop_runs(condition, noted, trips, 
     }
 
 
+@pytest.mark.parametrize(
+    ("target", "kernels"), [("tpu_custom_call", 5), ("__gpu$xla.gpu.triton", 5), ("__cublas$gemm", 0), ("Sharding", 0)]
+)
+def test_kernels_are_counted_and_what_the_compiler_calls_by_itself_is_not(target, kernels):
+    line = f'  %k = f32[256]{{0}} custom-call(%y), custom_call_target="{target}", operand_layout_constraints={{f32[256]{{0}}}}\n'
+    text = LOOP.replace("CONDITION", PLAIN).replace("NOTED", "").replace("  %done =", line + "  %done =")
+    assert hlo.Module(text).cost().kernels == kernels
+
+
 MATRIX = """HloModule jit_g
 
 ENTRY %main (a: bf16[8], b: bf16[8]) -> f32[8] {
@@ -231,3 +240,16 @@ def test_collectives_in_a_loop_of_unknown_length_are_minima_but_in_a_step():
     module = hlo.Module(jax.jit(fn).lower(jnp.ones((4, 4))).compile().as_text(), steps=True)
     cost = module.cost()  # the outer loop is the step, the one inside it is not
     assert (cost.unknown_loops, cost.least) == (1, {"all-reduce"})
+
+
+@pytest.mark.parametrize(
+    ("scopes", "said", "trips"),
+    [("runs", {"runs": 6}, 6), ("teams/while/body/runs", {"runs": 6, "teams": 2, "teams/runs": 9}, 9), ("runs", {"teams/runs": 9}, None)],
+    ids=["one", "nested", "not said"],
+)
+def test_turns_of_a_loop_of_unknown_length_may_be_stated_by_its_scopes(scopes, said, trips):
+    text = LOOP.replace("CONDITION", DATA).replace("NOTED", "").replace("jit(f)/while", f"jit(f)/attn/{scopes}/while")
+    once, cost = hlo.Module(text).cost(), hlo.Module(text, trips=said).cost()
+    assert cost.unknown_loops == (trips is None)
+    assert cost.least == (frozenset(once.counts) if trips is None else frozenset())
+    assert cost.counts == {kind: (trips or 1) * n for kind, n in once.counts.items()}

@@ -21,13 +21,21 @@ SHORT = {  # what makes another size short: fewer repetitions, not other shapes
         "--config.disk_loads=20",
         "--config.lone_exports=5",
     ),
+    "active_wave": ("--config.n=1", "--config.checked=1"),
     "concurrent_grpo": ("--config.n=1", "--config.memory_n=1", "--config.reward_s=0.01"),
+    "engine": (
+        "--config.n=1",
+        "--config.continuous.requests=10",
+        "--config.company.requests=6",
+        "--config.company.rounds=2",
+        "--config.decode.tokens=16",
+    ),
     "packed_load": ("--config.n=5", "--config.distinct=2", "--config.small.count=50", "--config.pause.windows=2"),
     "revision_stores": ("--config.entries=50", "--config.others=50", "--config.loads=5", "--config.s3.entries=50", "--config.s3.others=10"),
     "switch": ("--config.entries=200", "--config.moves=20"),
     "train_vs_peft": ("--config.n=1", "--config.compile_s=1.0"),
 }
-GPU_ONLY = {"handoff:gpu", "moe_step:gpu"}  # 36 layers of a 4B model, 16,384 tokens
+GPU_ONLY = {"handoff:gpu", "moe_step:gpu", "kernels:qwen3"}  # 36 layers of a 4B model, 16,384 tokens
 
 
 def sizes(name):
@@ -79,7 +87,21 @@ def check_packed_load(report):
     assert report["decode_steps"] >= report["decode_loads"]
 
 
-CHECKS = {"handoff": check_handoff, "packed_load": check_packed_load}
+def check_engine(report):
+    """Nothing compiles once it is warm, and no token depends on its company, though samples lost their pages on the way."""
+    assert (report["compiles_after_warmup"], report["differing_tokens"], report["differing_tokens_preempted"]) == (0, 0, 0)
+    assert report["compiles_in_warmup"] > 0
+    assert report["preempted"] > 0
+    assert report["continuous_same_tokens"]
+
+
+def check_active_wave(report):
+    """Every row is its own adapter's, and no adapter is without effect."""
+    assert (report["errors"], report["unchanged"]) == (0, 0)
+    assert report["checked"] >= len(report["batches"])
+
+
+CHECKS = {"active_wave": check_active_wave, "engine": check_engine, "handoff": check_handoff, "packed_load": check_packed_load}
 
 
 @pytest.mark.long

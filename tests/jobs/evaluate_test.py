@@ -21,7 +21,7 @@ from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import base as base_lib
 from mint_jax.models import transformer
 from mint_jax.residency import pool
-from mint_jax.rollout.engine import Completion
+from mint_jax.rollout.request import Completion
 
 
 def make():

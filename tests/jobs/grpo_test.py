@@ -12,8 +12,8 @@ import pytest
 from mint_jax.data.order import epoch_indices
 from mint_jax.envs.env import Example, ListEnvironment
 from mint_jax.jobs import common, grpo
-from mint_jax.rollout import generate as program
-from mint_jax.rollout.engine import Completion
+from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.request import Completion
 
 pytestmark = pytest.mark.bits
 
@@ -52,10 +52,10 @@ def lengths(monkeypatch):
 
 @pytest.fixture
 def sampled(monkeypatch):
-    """``(policies, step)`` and the padded shape of every rollout that reaches the device."""
+    """``(policies, step)`` and what each call of the device has of its rollout: rows of the program, rows in use, tokens so far."""
     seen: dict[tuple, list] = {}
     now = [("evaluation",)]
-    rollout, prefill = grpo.ConcurrentGrpo.rollout, program.prefill
+    rollout, decode = grpo.ConcurrentGrpo.rollout, Engine._decode
 
     def watched_rollout(self, names, step):
         now[0] = (*names, step)
@@ -63,12 +63,12 @@ def sampled(monkeypatch):
         now[0] = ("evaluation",)
         return out
 
-    def watched_prefill(params, lora, prompts, *args, new_tokens, **kwargs):
-        seen.setdefault(now[0], []).append((*prompts.shape, new_tokens))
-        return prefill(params, lora, prompts, *args, new_tokens=new_tokens, **kwargs)
+    def watched_decode(self, running, rows):
+        seen.setdefault(now[0], []).append((rows, len(running), sum(s.own for s, _ in running)))
+        return decode(self, running, rows)
 
     monkeypatch.setattr(grpo.ConcurrentGrpo, "rollout", watched_rollout)
-    monkeypatch.setattr(program, "prefill", watched_prefill)
+    monkeypatch.setattr(Engine, "_decode", watched_decode)
     return seen
 
 
@@ -83,7 +83,7 @@ def revisions(result):
 
 @pytest.mark.long
 def test_another_policy_beside_it_changes_nothing_of_a_policy_s_run(lengths, sampled, tmp_path):
-    lengths.update({"b": [28, 22], "a": [24, 30], "z": [26, 24]})  # each other's padded sizes would fit
+    lengths.update({"b": [28, 22], "a": [24, 30], "z": [26, 24]})
     alone = grpo.run(tiny({"b": section("b", 8)}, schedule="sequential", steps=2), tmp_path / "alone")
     shapes = {key: sampled[key] for key in (("b", 0), ("b", 1))}
     sampled.clear()
@@ -96,7 +96,7 @@ def test_another_policy_beside_it_changes_nothing_of_a_policy_s_run(lengths, sam
 
 @pytest.mark.long
 def test_an_overlapped_run_resumed_is_the_run_uninterrupted(lengths, sampled, tmp_path, monkeypatch):
-    """At the checkpoint two rollouts are under way. Done again, the first must not see the padded size that the second brought."""
+    """At the checkpoint two rollouts are under way. Done again, each is what it was."""
     lengths.update({"a": [28, 22], "b": [16, 16], "c": [100, 24]})
     # whose reward waits for whose rollout: a checkpoint is due with b's first update, while second rollouts of a and c are out
     waits = {("a", 0): ("c", 0), ("c", 0): ("a", 1), ("b", 0): ("c", 1), ("a", 1): ("b", 1), ("c", 1): ("b", 1)}

@@ -117,17 +117,26 @@ def test_a_lines_penalties_biases_and_ends_are_its_own(hf_dirs, rng, tmp_path):
         {"tokens": prompt, "logit_bias": {"17": 1000}},
         {"tokens": prompt, "logit_bias": {"17": 1000, "18": 900.0}, "presence_penalty": 500},
         {"tokens": prompt, "top_logprobs": 2},
+        {"tokens": prompt, "prompt_logprobs": True, "prompt_logprobs_last_n": 2, "target_prompt_logprobs": [[], [5, -1], prompt[3:4], [6]]}
+        | {"prompt_alternatives": 3},
+        {"tokens": prompt, "logit_bias": {"17": -1000}},
     ]
     write_lines(tmp_path / "in.jsonl", rows)
     fields = {"base": str(hf_dirs("llama")), "input": str(tmp_path / "in.jsonl"), "output": str(tmp_path / "out.jsonl")}
     sample.run(config_of("sample", **fields, max_rows=8, sampling={"max_tokens": 3, "temperature": 0.0}), tmp_path / "work")
-    made = [o["completions"][0] for o in read_lines(tmp_path / "out.jsonl")]
-    first, second, plain = [one["tokens"] for one in made]
-    assert ["top_logprobs" in one for one in made] == [False, False, True]
+    told = read_lines(tmp_path / "out.jsonl")
+    made = [o["completions"][0] for o in told]
+    first, second, plain, again, without = [one["tokens"] for one in made]
+    assert ["top_logprobs" in one for one in made] == [False, False, True, False, False]
+    assert again == plain
+    own, targets, drawn = (told[3][name] for name in ("prompt_logprobs", "target_prompt_logprobs", "prompt_alternatives"))
+    assert [p is None for p in own] == [True, True, False, False]
+    assert targets == [[], [], [own[2]], targets[3]]
+    assert [len(x) for x in (*drawn, targets[3])] == [0, 0, 3, 3, 1]
     assert [told[0] for told in made[2]["top_logprobs"]] == [[t, p] for t, p in zip(plain, made[2]["logprobs"])]  # greedy: the likeliest
     assert first == [17, 17, 17]
     assert second == [17, 18, 17]  # by 500 less once it was there, both in the end
-    assert 17 not in plain
+    assert 17 not in without
     base = types.SimpleNamespace(tokenizer=types.SimpleNamespace(eos_ids=(2, 9)))
     assert sample.request_of(base, rows[2], {}, "line 1").stop_ids == (2, 9)
     assert sample.request_of(base, rows[2] | {"ignore_eos": True, "stop_ids": [5]}, {}, "line 1").stop_ids == (5,)
@@ -135,6 +144,7 @@ def test_a_lines_penalties_biases_and_ends_are_its_own(hf_dirs, rng, tmp_path):
         ({"logit_bias": {"x": 1}}, "line 1: logit_bias has 'x': 1; expected numbers by token id"),
         ({"logit_bias": {"1": "a"}}, "logit_bias has '1': 'a'"),
         ({"ignore_eos": 1}, "ignore_eos is 1; expected bool"),
+        ({"target_prompt_logprobs": [5]}, "target_prompt_logprobs has 5; expected a list of token ids"),
         ({"presence_penalty": True}, "presence_penalty is True; expected int or float"),
     ):
         with pytest.raises(UserError, match=re.escape(says)):
@@ -384,3 +394,12 @@ def test_every_job_has_a_module_with_run():
 
     for module in JOBS.values():
         assert callable(importlib.import_module(module).run)
+
+
+def test_a_cache_that_cannot_hold_a_line_says_how_to_have_more(hf_dirs, rng, tmp_path):
+    write_lines(tmp_path / "in.jsonl", [{"tokens": rng.integers(3, 97, 100).tolist()}])
+    fields = {"base": str(hf_dirs("llama")), "input": str(tmp_path / "in.jsonl"), "output": str(tmp_path / "out.jsonl")}
+    with pytest.raises(UserError, match=r":1: a prompt of 100 tokens with 64 new ones needs 6 pages of cache, there are .*cache_gib"):
+        sample.run(config_of("sample", **fields, cache_gib=0.0001), tmp_path / "work")
+    with pytest.raises(UserError, match="cache_gib is -1"):
+        sample.run(config_of("sample", **fields, cache_gib=-1.0), tmp_path / "other")

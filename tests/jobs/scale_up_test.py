@@ -58,8 +58,11 @@ def test_a_tiny_model_on_four_chips(config, tmp_path, capsys):
     state = 4 * 4 * result["adapter_parameters"] * config.train.policies / 2
     for name in ("train", "optim"):
         assert state < result[name]["aliased_bytes"] < 1.05 * state  # and scalars of each policy, padded
-    caches = 2 * 2 * config.rollout.prompts * config.rollout.rollouts * config.rollout.new_tokens * 2 * 128 * 2 / 4
-    assert caches <= result["decode"]["aliased_bytes"] < 1.02 * caches
+    r = config.rollout  # two layers' keys and values of a prompt's tokens but the last, shared by its rollouts, and of each one's own
+    positions = r.prompts * r.prompt_tokens + r.prompts * r.rollouts * r.new_tokens
+    caches = positions * 2 * 2 * 2 * 128 * 2 / 4
+    for name in ("prefill", "decode"):
+        assert caches <= result[name]["aliased_bytes"] < 1.05 * caches  # and the tokens themselves
     together, most = result["colocated"], max(result[name]["temporary_bytes"] for name in PROGRAMS)
     shared = result["base_bytes_per_device"]  # by training and sampling
     resident = result["train"]["argument_bytes"] + result["decode"]["argument_bytes"] - shared
@@ -72,6 +75,32 @@ def test_a_tiny_model_on_four_chips(config, tmp_path, capsys):
     assert "all-reduce" in said.err
     assert "rank 4 on q, k, v, o, gate, up, down" in " ".join(said.err.split())
     assert said.out == ""
+
+
+@pytest.mark.long
+def test_adapters_of_experts_are_kernels_on_a_tpu(config, tmp_path, capsys):
+    """In the whole programs: under the scan over layers, in the shard_map over experts, through their gradients."""
+    sparse = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    config.model = ConfigDict(
+        config.model.to_dict() | sparse | {"moe_intermediate_size": 128, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    )
+    config.mesh = ConfigDict({"data": 1, "fsdp": 1, "expert": 4, "tensor": 1})
+    config.hlo = True
+    made = scale_up.run(config, tmp_path)
+    assert (made["fits"], made["kernels_passed_over"]) == (1, [])
+    calls = {name: (tmp_path / f"{name}.hlo.txt").read_text().count for name in PROGRAMS}
+    for name, kernels in {
+        "train": ("packed_lora", "packed_lora_backward"),
+        "prefill": ("packed_lora", "paged_attention"),
+        "decode": ("packed_lora", "paged_attention"),
+    }.items():
+        for kernel in kernels:
+            assert calls[name](f"%{kernel}.") > 0, (name, kernel)
+    config.model.moe_intermediate_size = 192
+    made = scale_up.run(config, tmp_path)
+    assert {one["reason"] for one in made["kernels_passed_over"]} == {"width 192 is no multiple of 128"}
+    assert "was passed over" in capsys.readouterr().err
+    assert "%packed_lora" not in (tmp_path / "train.hlo.txt").read_text()
 
 
 def test_what_finds_no_room_says_how_much_it_needs():
@@ -107,7 +136,7 @@ def test_a_refusal_without_numbers_invents_none(config, tmp_path, monkeypatch):
 
 
 def test_what_fits_program_by_program_may_not_fit_together():
-    sizes = {"train": (50, 20, 5), "optim": (30, 5, 0), "prefill": (20, 30, 25), "decode": (45, 10, 0)}  # arguments, temporaries, new
+    sizes = {"train": (50, 20, 5), "optim": (30, 5, 0), "prefill": (45, 30, 0), "decode": (45, 10, 0)}  # arguments, temporaries, new
     measured = [Measured(name, 100, a, t, outputs=o + 10, aliased=10, total=a + t + o) for name, (a, t, o) in sizes.items()]
     assert all(m.fits(0.2) for m in measured)
     together = colocated(measured, base_bytes=10)
@@ -149,7 +178,6 @@ def test_weights_that_do_not_fit_are_not_compiled(config, tmp_path, monkeypatch)
         ({"topology": "smallest", "chip": "v9"}, "chip is 'v9'"),
         ({"mesh.fsdp": 3}, "mesh .* needs 6 devices but 4 are here"),
         ({"mesh.tensor": 1, "mesh.fsdp": 1, "mesh.expert": 1, "mesh.data": -1, "rollout.prompts": 6}, "rollout.prompts is 6 rows"),
-        ({"rollout.adapters": 3}, "rollout.prompts is 4; expected a multiple of rollout.adapters, 3"),
         ({"model.num_key_value_heads": 1, "model.head_dim": 129}, "does not divide dimension 'kv_heads'"),
         ({"adapter.targets": ("q", "z")}, "target 'z' is not a projection"),
     ],
@@ -227,6 +255,24 @@ def test_another_adapter_costs_its_own_bytes_and_nothing_else(config):
     (one, adapter), (eight, adapters) = argument_bytes(1), argument_bytes(8)
     assert adapters == 8 * adapter
     assert eight - one == 7 * adapter
+
+
+def test_a_pool_holds_whole_pages_of_every_context_and_plans_what_the_mesh_divides(config):
+    config.rollout.update({"adapters": 3, "prompts": 4, "rollouts": 9, "prompt_tokens": 66, "new_tokens": 40, "blocks": 7})
+    question = scale_up.Question(config)
+    plan = question.plan(chips.target("v5e:2x2"))
+    prefill, decode = plan.sampling(question.rollout)
+    pool = decode.args[2]
+    assert pool["dense"]["k"].shape == (2, 4 * 3 + 36 * 2, 2, 32, 128)  # 65 tokens of a prompt, whose last is each rollout's first
+    assert programs.device_bytes(pool["dense"]) == 2 * 2 * 84 * 2 * 32 * 128 * 2 / 4
+    assert jax.tree.map(lambda x: (x.shape, x.sharding), prefill.args[2]) == jax.tree.map(lambda x: (x.shape, x.sharding), pool)
+    assert prefill.args[3].tokens.shape == (8, 32)  # two parts: heads are split two ways, and rows
+    assert decode.args[3].token.shape == (36,)
+    assert decode.args[3].table.shape[1] >= 4 + 4
+    # Of each part two prompts, each two teams of up to 8 of its 9 rollouts; at once four.
+    assert decode.trips == {"runs": 1, "teams": 1, "teams/runs": 1, "indexer": 2}
+    assert (prefill.tokens, decode.tokens) == (8 * 32, 36)
+    assert prefill.unread == programs.device_bytes(pool) * (84 - 6) // 84
 
 
 @pytest.mark.long

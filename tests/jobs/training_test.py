@@ -158,7 +158,7 @@ def test_a_bad_policy_is_refused_before_anything_is_sampled(change, says, tmp_pa
     config = only(tiny("grpo"), "ppo")
     with config.unlocked():
         change(config.policies.ppo)
-    monkeypatch.setattr(grpo.DenseEngine, "generate", lambda *a, **k: pytest.fail("sampled"))
+    monkeypatch.setattr(grpo.Engine, "generate", lambda *a, **k: pytest.fail("sampled"))
     with pytest.raises(UserError, match=says):
         grpo.run(config, tmp_path)
 

@@ -1,11 +1,13 @@
-"""The cache stays where it is: a step of decoding neither copies it, nor turns it, nor sends it to another device.
+"""The cache stays where it is: prefill and decoding neither copy its pages, nor turn them, nor send them to another device.
 
-Four key heads, or latents that all heads share, on a ``tensor`` axis of eight: heads cannot be split, so rows are, or positions.
+Key heads that a mesh divides and such that it does not, latents that all heads share, and latents with an indexer, whose keys are
+read inside a condition: on eight CPU devices, where tokens are compared too, and ahead of time on TPUs.
 
-Axes: L layers, Q prompts, G rollouts of a prompt, B = Q G rows, K kv heads, T prompt tokens, C new tokens.
+Axes: L layers, U pages, Q prompts, G rollouts of a prompt, K kv heads, T prompt tokens, C new tokens.
 """
 
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,38 +18,30 @@ from mint_jax import multihost, sharding
 from mint_jax import params as params_lib
 from mint_jax.aot import chips, hlo, programs
 from mint_jax.aot.measure import measure
+from mint_jax.jobs import scale_up
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.mesh import make_mesh, single_device_mesh
 from mint_jax.models import transformer
-from mint_jax.models.config import Latent, ModelConfig
-from mint_jax.rollout import generate
-from mint_jax.rollout.sample import SamplingParams
+from mint_jax.models.config import Indexer, Latent, ModelConfig
+from mint_jax.models.paged import PAGE, RUN
+from mint_jax.rollout import device, plans
+from mint_jax.rollout.pages import Pages, pages_for
+from mint_jax.rollout.request import Request
+from mint_jax.rollout.schedule import Prompt, Schedule, longest_table
 
 pytestmark = pytest.mark.bits
 
-T, C = 512, 256
-SIZES = {"vocab_size": 64, "d_model": 32, "num_layers": 2, "d_ff": 64}
-GROUPED = ModelConfig("qwen3", **SIZES, num_heads=16, num_kv_heads=4, head_dim=32, qk_norm=True)
-LATENT = ModelConfig(
-    "deepseek_v3", **SIZES, num_heads=8, num_kv_heads=8, head_dim=56, latent=Latent(q_latent=40, kv_latent=48, nope=16, rope=40, value=16)
-)
-FAMILIES = {"grouped": GROUPED, "latent": LATENT}
-BATCHES = {  # Q, G: what the tensor axis splits of the prompts' part and of the new tokens'
-    "rows": (16, 1),
-    "positions, rows": (4, 4),
-    "positions": (2, 2),
-}
 MOVES = ("copy", "transpose")
 SENDS = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter", "collective-permute", "collective-broadcast", "ragged-all-to-all")
 
 
-def arrays(Q, G, cfg, rng):
-    """Prompts, lengths, settings and limits of ``Q G`` rows that draw greedily."""
-    B, row = Q * G, np.ones(Q * G, np.float32)
-    sampling = SamplingParams(0 * row, np.zeros(B, np.int32), row, 0 * row, np.arange(B, dtype=np.uint32))
-    limits = generate.Limits(np.full(B, C, np.int32), np.full((B, 1), -1, np.int32))
-    prompts = rng.integers(0, cfg.vocab_size, (Q, T)).astype(np.int32)
-    return prompts, rng.integers(T // 2, T, Q).astype(np.int32), sampling, limits
+def keys_of(pool):
+    """Its large parts: all but the tokens themselves."""
+    return jax.tree.leaves({name: part for name, part in pool.items() if name != "tokens"})
+
+
+def shard(x):
+    return x.sharding.shard_shape(x.shape)
 
 
 def large(text, least, ops):
@@ -62,69 +56,168 @@ def large(text, least, ops):
     return found
 
 
-def layer_bytes(cache):
-    """Bytes of the smallest part of one layer's cache on each device."""
-    return min(math.prod(x.sharding.shard_shape(x.shape)[1:]) * x.dtype.itemsize for x in jax.tree.leaves(cache))
+def copied(text, pool):
+    """Copies, those that go on beside others too, of a whole part of the pool on a device."""
+    shapes = {shard(x) for x in keys_of(pool)}
+    made = [i for body in hlo.Module(text).computations.values() for i in body if i.op.startswith("copy")]
+    return [f"{i.op} {i.type}" for i in made if any(hlo.shape(found) in shapes for found in hlo.arrays(i.type))]
 
 
-# Two rows a device at least: for a lone one the CPU's product of matrices wants latents turned, layer by layer.
+def sent(text, pool):
+    """Collectives of arrays that end as pages or runs do, or that are as large as a tenth of the pool."""
+    ends = {(positions, x.shape[-1]) for x in keys_of(pool) for positions in (PAGE, RUN)}
+    module, out = hlo.Module(text), []
+    for i in (i for body in module.computations.values() for i in body if i.op.removesuffix("-start") in SENDS):
+        types = [i.type, *(module.types[name] for name in i.operands if name in module.types)]
+        paged = any(hlo.shape(array)[-2:] in ends for type_ in types for array in hlo.arrays(type_))
+        out += [f"{i.op} {i.type}"] if paged or max(map(hlo.nbytes, types)) >= programs.device_bytes(pool) / 10 else []
+    return out
+
+
+def check(text, pool):
+    """No copy of a part of the pool, and nothing of the size of one layer's smallest part moved or sent."""
+    least = min(math.prod(shard(x)[1:]) * x.dtype.itemsize for x in keys_of(pool))
+    assert not copied(text, pool)
+    assert not large(text, least, MOVES)
+    assert not large(text, least, SENDS)
+
+
+T, C = 300, 200
+SIZES = {"vocab_size": 64, "d_model": 32, "num_layers": 2, "d_ff": 64}
+LATENT = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 56, "latent": Latent(q_latent=40, kv_latent=48, nope=16, rope=40, value=16)}
+FAMILIES = {
+    "heads divided": ModelConfig("qwen3", **SIZES, num_heads=16, num_kv_heads=8, head_dim=32, qk_norm=True),
+    "heads whole": ModelConfig("qwen3", **SIZES, num_heads=16, num_kv_heads=4, head_dim=32, qk_norm=True),
+    "latents": ModelConfig("deepseek_v3", **SIZES, **LATENT),
+    "indexer": ModelConfig("glm_moe_dsa", **SIZES, **LATENT, indexer=Indexer(4, 64, 100, True, (True, False))),
+}
+
+
+def planned(cfg, mesh, prompts, G):
+    """The plans of prefills and one decode as the engine makes them, pages of each part, and the row of each sample."""
+    parts, table = device.page_parts(cfg, mesh), longest_table(T + C)
+    here = -(-len(prompts) // parts)
+    count = 4 * here * (pages_for(T, PAGE) + G * pages_for(C, PAGE))  # more than is asked for: temporaries are of the rows, not of the pool
+    schedule = Schedule([Pages(count, PAGE) for _ in range(parts)], here * G)
+    for prompt in prompts:
+        schedule.add(Prompt(Request(tuple(prompt), max_tokens=C, temperature=0, n=G), ("", None)), None)
+    schedule.admit(lambda sample: None, C)
+    blocks = []
+    while any(todo := schedule.to_prefill(16 // parts)):
+        blocks.append(plans.blocks_plan(todo, 16, table, ()))
+    rows, places = plans.rows_plan(schedule.to_decode(C, lambda sample: None), parts * here * G, parts, table, cfg.vocab_size, ())
+    assert len(places) == len(prompts) * G
+    return blocks, rows, count, places
+
+
 @pytest.mark.parametrize(
-    ("family", "batch"),
+    ("family", "G"),
     [
-        pytest.param("grouped", "rows", marks=pytest.mark.long),
-        pytest.param("grouped", "positions", marks=pytest.mark.long),
-        ("grouped", "positions, rows"),
-        pytest.param("latent", "positions, rows", marks=pytest.mark.long),
+        ("heads whole", 2),
+        pytest.param("heads divided", 2, marks=pytest.mark.long),
+        pytest.param("heads whole", 1, marks=pytest.mark.long),
+        pytest.param("latents", 2, marks=pytest.mark.long),
+        pytest.param("indexer", 2, marks=pytest.mark.long),
     ],
 )
-def test_eight_devices_decode_as_one_and_keep_their_part_of_the_cache(family, batch, rng):
-    cfg, (Q, G) = FAMILIES[family], BATCHES[batch]
+def test_eight_devices_sample_as_one_and_keep_their_part_of_the_cache(family, G):
+    cfg, Q = FAMILIES[family], 16
+    rng = np.random.default_rng(7)  # fixed, and so are the weights: greedy, lest two logits be nearly equal
     specs = transformer.abstract(cfg)
-    params = multihost.to_host(params_lib.init(specs, jax.random.key(7)))  # greedy: fixed, lest two logits be nearly equal
-    prompts, lengths, sampling, limits = arrays(Q, G, cfg, np.random.default_rng(7))
+    params = multihost.to_host(params_lib.init(specs, jax.random.key(7)))
+    prompts = [rng.integers(0, cfg.vocab_size, n).tolist() for n in rng.integers(T // 2, T, Q)]
     results = []
     for mesh in (single_device_mesh(), make_mesh({"tensor": 8})):
-        args = jax.device_put(params, sharding.shardings(specs, mesh)), None
+        placed = jax.device_put(params, sharding.shardings(specs, mesh))
+        blocks, rows, count, places = planned(cfg, mesh, prompts, G)
+        pool = device.empty_pool(cfg, mesh, count, jnp.float32)
+        assert all(leaf.size == mesh.size * leaf.addressable_shards[0].data.size for leaf in keys_of(pool))
+        bytes_here = programs.device_bytes(pool)
         with jax.set_mesh(mesh):
-            cache, state, _ = generate.prefill(*args, prompts, lengths, sampling, limits, cfg=cfg, rollouts=G, new_tokens=C)
-            for leaf in jax.tree.leaves((cache, state.cache)):
-                assert leaf.size == mesh.size * leaf.addressable_shards[0].data.size, f"a device has more than its part of {leaf.shape}"
-            least = layer_bytes((cache, state.cache))
-            text = generate.decode.lower(*args, cache, lengths, state, sampling, limits, jnp.int32(9), cfg=cfg).compile().as_text()
-            state = generate.decode(*args, cache, lengths, state, sampling, limits, jnp.int32(9), cfg=cfg)
-            for leaf in jax.tree.leaves(state.cache):
-                assert leaf.size == mesh.size * leaf.addressable_shards[0].data.size
-        assert not large(text, least, MOVES)
-        assert not large(text, least, SENDS)
-        results.append(jax.device_get((state.tokens, state.logprobs, cache)))
-    (tokens, *one), (tokens8, *eight) = results
+            compiled = device.prefill.lower(placed, {}, pool, blocks[0], cfg=cfg).compile()
+            drawing = device.decode.lower(placed, {}, pool, rows, np.int32(9), cfg=cfg).compile()
+            for program in (compiled, drawing):
+                check(program.as_text(), pool)
+                memory = program.memory_analysis()
+                assert memory.alias_size_in_bytes >= bytes_here, "the pool is written where it is"
+                assert memory.temp_size_in_bytes < bytes_here / 2
+            where = jax.tree.map(lambda x: x.sharding, pool)
+            for plan in blocks:
+                pool, _ = device.prefill(placed, {}, pool, plan, cfg=cfg)
+            pool, drawn = device.decode(placed, {}, pool, rows, np.int32(9), cfg=cfg)
+            jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim) or pytest.fail(f"{x.shape} has moved"), pool, where)
+        drawn = jax.device_get(drawn)
+        assert (drawn.count[places] == 9).all()
+        results.append((drawn.tokens[places, :9], drawn.logprobs[places, :9]))
+    (tokens, one), (tokens8, eight) = results
     np.testing.assert_array_equal(tokens8, tokens)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(y, x, atol=1e-5 * max(1, np.abs(x).max())), one, eight)  # float32 sums in parts
+    np.testing.assert_allclose(eight, one, atol=1e-5 * max(1, np.abs(one).max()))  # float32 sums in parts
 
 
 POD = {"vocab_size": 1024, "d_model": 256, "num_layers": 2, "d_ff": 256}
-LATENT_POD = Latent(q_latent=128, kv_latent=256, nope=64, rope=64, value=64)
+LATENT_POD = {"num_heads": 16, "num_kv_heads": 16, "head_dim": 128}
+LATENT_POD |= {"latent": Latent(q_latent=128, kv_latent=256, nope=64, rope=64, value=64)}  # type: ignore[dict-item]
 
 
 @pytest.mark.parametrize(
     "cfg",
     [
         ModelConfig("qwen3", **POD, num_heads=16, num_kv_heads=4, head_dim=128),
-        ModelConfig("qwen3", **POD, num_heads=16, num_kv_heads=8, head_dim=64),
-        ModelConfig("deepseek_v3", **POD, num_heads=16, num_kv_heads=16, head_dim=128, latent=LATENT_POD),
+        pytest.param(ModelConfig("qwen3", **POD, num_heads=16, num_kv_heads=8, head_dim=64), marks=pytest.mark.long),
+        pytest.param(ModelConfig("deepseek_v3", **POD, **LATENT_POD), marks=pytest.mark.long),
+        pytest.param(
+            ModelConfig("glm_moe_dsa", **POD, **LATENT_POD, indexer=Indexer(8, 128, 512, True, (True, False))), marks=pytest.mark.long
+        ),
     ],
-    ids=["four heads", "eight narrow heads", "latents"],
+    ids=["four heads", "eight narrow heads", "latents", "indexer"],
 )
-def test_a_pod_decodes_without_moving_the_cache(cfg):
+def test_a_pod_samples_without_moving_the_cache(cfg):
     """Eight TPU chips, ahead of time: heads, rows and widths whose tiles the compiler might want in another order."""
     target = chips.target("v5e:2x4")
     plan = programs.Plan(cfg, make_mesh({"tensor": 8}, list(target.devices)), jnp.bfloat16, AdapterConfig(4, targets=("o",)))
-    decode = plan.sampling(programs.RolloutShape(adapters=2, prompts=16, rollouts=2, prompt_tokens=2048, new_tokens=2048))[1]
-    cache = decode.args[2], decode.args[4].cache
+    for program in plan.sampling(programs.RolloutShape(adapters=2, prompts=16, rollouts=8, prompt_tokens=2048, new_tokens=2048)):
+        pool = program.args[2]
+        here = programs.device_bytes(pool)
+        assert programs.device_bytes(keys_of(pool)) == sum(math.prod(x.shape) * x.dtype.itemsize for x in keys_of(pool)) / 8
+        m = measure(program, plan.mesh, target)
+        check(m.text, pool)
+        assert m.aliased >= here, "the pool is written where it is"
+        assert m.temporaries < here / 8
+        assert m.unknown_loops == 0, "the turns of each loop over runs are stated"
+        assert any(f"%{kind}_attention" in m.text for kind in ("paged", "latent")) == (cfg.indexer is None), "read by the kernel"
+
+
+def test_the_check_sees_a_pool_that_moves():
+    mesh = make_mesh({"tensor": 8})
+    cfg = FAMILIES["latents"]
+    specs = device.pool_specs(cfg, 64, jnp.float32, False)
+    where = device.pool_shardings(cfg, specs, mesh)
+    pool = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), specs, where)
+    latent = pool["dense"]["latent"]
+    whole = jax.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    with pytest.raises(AssertionError, match="all-gather"):
+        check(jax.jit(lambda x: x * 2, out_shardings=whole).lower(latent).compile().as_text(), pool)
+    with pytest.raises(AssertionError, match="copy"):
+        check(jax.jit(lambda x: (x.at[0, 0].set(1.0), x[0, 0, 0, 0])).lower(latent).compile().as_text(), pool)
+
+
+PODS = ("glm_5", "kimi_k2", "qwen3_235b_a22b", "qwen3_30b_a3b", "qwen3_4b")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PODS)
+def test_a_thousand_rows_of_eight_thousand_tokens_decode_on_every_pod(name):
+    scope: dict = {}
+    exec((Path(__file__).parents[2] / "configs" / "scale_up" / f"{name}.py").read_text(), scope)
+    config = scope["get_config"]()
+    question, target = scale_up.Question(config), chips.target(config.topology)
+    plan = question.plan(target)
+    # Four chips cannot hold 4,096 tokens of each row beside the prompts: there nearly all of the context is shared.
+    lengths = (7936, 256) if name == "qwen3_4b" else (4096, 4096)
+    decode = plan.sampling(programs.RolloutShape(16, 128, 8, *lengths))[1]
     m = measure(decode, plan.mesh, target)
-    whole = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cache))
-    assert programs.device_bytes(cache) == whole / 8
-    least = layer_bytes(cache)
-    assert not large(m.text, least, MOVES)
-    assert not large(m.text, least, SENDS)
-    assert m.temporaries < programs.device_bytes(cache) / 2
+    assert m.fits(0.05), m.reason(0.05)
+    # Weights and adapters of this size are larger than a layer's pages, and some of them are turned or gathered.
+    assert not copied(m.text, decode.args[2])
+    assert not sent(m.text, decode.args[2])
+    assert m.aliased >= programs.device_bytes(decode.args[2])

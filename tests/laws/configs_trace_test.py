@@ -11,18 +11,19 @@ import pytest
 
 from mint_jax import launch, mesh
 from mint_jax import params as params_lib
+from mint_jax.aot import schedule
 from mint_jax.aot.programs import Plan
 from mint_jax.data.buckets import ShapeBook
 from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.envs import env as env_lib
 from mint_jax.errors import UserError
 from mint_jax.jobs import JOBS, bench, common, dpo, grpo, pretrain, sample, scale_up, settings, sft, supervised
-from mint_jax.lora import tree as lora_tree
 from mint_jax.models import base as base_lib
 from mint_jax.models import config as config_lib
 from mint_jax.models import transformer
-from mint_jax.rollout import generate
-from mint_jax.rollout.engine import Request, _arrays
+from mint_jax.rollout import device, plans
+from mint_jax.rollout.engine import BLOCKS
+from mint_jax.rollout.schedule import longest_table
 from mint_jax.train import state as state_lib
 from mint_jax.train import step
 from mint_jax.train.batch import Group, TrainSequence, pack
@@ -115,16 +116,16 @@ def test_training_config_traces(name, pretrained):
     assert (new, metrics["grad_norm"].shape) == (state, (len(policies),))
 
     if config.job == "grpo":
-        prompts = [Request(tuple(g.prefix), max_tokens=len(g.sequences[0].tokens)) for n in ordered for g in groups[n]]
-        same = len(prompts) // len(ordered)
-        taken = {b: np.repeat(s, same) for b, s in slots.items()}
         stacks = {b: stack.adapters for b, stack in state.items()}
-        lora = jax.eval_shape(lambda stacks: lora_tree.bind_slots(stacks, taken, dtype=base.dtype), stacks)
-        args = base.params, lora, *_arrays(prompts, 2, max(len(r.prompt) for r in prompts))
-        cache, drawing, _ = jax.eval_shape(lambda *a: generate.prefill(*a, cfg=base.cfg, rollouts=2, new_tokens=8), *args)
-        _, _, _, lengths, sampling, limits = args
-        args = base.params, lora, cache, lengths, drawing, sampling, limits, jnp.int32(8)
-        assert jax.eval_shape(lambda *a: generate.decode(*a, cfg=base.cfg), *args) == drawing
+        samples = sum(len(g.sequences) for n in ordered for g in groups[n])
+        table = longest_table(base.cfg.context)
+        pool = device.pool_specs(base.cfg, 64, base.dtype, routes=base.cfg.experts is not None)
+        blocks = plans.blocks_plan([[]], BLOCKS, table, stacks)
+        rows, _ = plans.rows_plan([], samples, 1, table, base.cfg.vocab_size, stacks)
+        args = base.params, stacks, pool
+        assert jax.eval_shape(lambda *a: device.prefill(*a, cfg=base.cfg), *args, blocks) == (pool, None)
+        new, drawn = jax.eval_shape(lambda *a: device.decode(*a, cfg=base.cfg), *args, rows, jnp.int32(8))
+        assert (new, drawn.tokens.shape) == (pool, (samples, device.STEPS))
 
 
 def test_other_configs_build():
@@ -144,6 +145,8 @@ def test_other_configs_build():
         elif config.job == "sample":
             base = types.SimpleNamespace(tokenizer=None)
             sample.request_of(base, {"tokens": [1]}, dict(config.sampling), name)  # type: ignore[arg-type]
+        elif config.job == "schedule":
+            assert set(config.chips) == set(schedule.CHIPS)
         elif config.job == "pretrain":
             assert config_lib.from_hf({**config.model.to_dict(), "vocab_size": 10}).experts is not None
         else:

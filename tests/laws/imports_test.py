@@ -41,6 +41,7 @@ ONLY_IN = {  # optional packages, and what only one place may know
     "pyarrow": "data/sources.py",
     "huggingface_hub": "models/base.py",
     "gguf": "models/gguf.py",
+    "llguidance": "rollout/grammar.py",
     "sqlalchemy": "catalog/",
     "alembic": "catalog/",
     "psycopg": "catalog/",

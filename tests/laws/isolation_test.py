@@ -17,7 +17,8 @@ from mint_jax.lora.tree import ALL_LINEAR, AdapterConfig
 from mint_jax.mesh import make_mesh
 from mint_jax.models import base as base_lib
 from mint_jax.models import expert_parallel
-from mint_jax.rollout.engine import DenseEngine, Request
+from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.request import Request
 from mint_jax.rollout.score import Scorer
 from mint_jax.train import state as state_lib
 from mint_jax.train.batch import Group, TrainSequence
@@ -114,7 +115,7 @@ class Company:
                 mine[...] = 0.2 * rng.normal(size=mine.shape)
         self.steps = [{n: random_groups(rng, vocab) for n in ranks} for _ in range(2)]
         self.texts = rng.integers(3, vocab, (len(ranks) + 1, 13)).tolist()
-        self.engine, self.scorer = DenseEngine(base), Scorer(base)
+        self.engine, self.scorer = Engine(base), Scorer(base)
 
     def run(self, optimizer=USUAL, loss=None, advantage=None, weights=None, sampling=None):
         """{policy: everything that it has got}, and whether a skipped."""

@@ -12,9 +12,10 @@ import pytest
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import transformer
-from mint_jax.rollout import generate
-from mint_jax.rollout.engine import DenseEngine, Request
-from mint_jax.rollout.sample import SamplingParams
+from mint_jax.rollout import device, plans
+from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.request import Request
+from mint_jax.rollout.schedule import longest_table
 from mint_jax.rollout.score import next_token_logprobs
 from mint_jax.train import step
 from mint_jax.train.batch import Group, TrainSequence, pack
@@ -61,7 +62,7 @@ def test_policies_in_training_cost_four_times_their_adapters(tiny_base, policies
     # 1 %: scales, hyperparameters and counters are a few dozen numbers a policy
     assert expected <= device_bytes() - before <= 1.01 * expected
     held = device_bytes()
-    DenseEngine(base).generate([Request((5, 6), trainer.slots["p0"], max_tokens=2)], trainer.stacks)
+    Engine(base).generate([Request((5, 6), trainer.slots["p0"], max_tokens=2)], trainer.stacks)
     # the sampler reads the trainer's own stacks: what is left of its call is small constants, no copy of an adapter
     assert device_bytes() - held < adapter_bytes(base.cfg, 4) // 10
 
@@ -84,22 +85,22 @@ def programs(trainer, rng):
     names = list(trainer.slots)
     batch, _ = pack([random_groups(rng, cfg.vocab_size) for _ in names], ShapeBook())
     coefs, slots = stack_coefs([LossConfig() for _ in names]), trainer._slot_arrays(names)
-    P, C = len(names), 6
+    P, table = len(names), longest_table(40)
     lora = lora_tree.bind_slots(trainer.stacks, {b: jnp.asarray(s) for b, s in slots.items()})
-    row = np.ones(P, np.float32)
-    sampling = SamplingParams(row, np.zeros(P, np.int32), row, 0 * row, np.arange(P, dtype=np.uint32))
-    limits = generate.Limits(np.full(P, C, np.int32), np.full((P, 1), -1, np.int32))
-    prompt, lengths = np.full((P, 11), 3, np.int32), np.full(P, 9, np.int32)
-    args = params, lora, prompt, lengths, sampling, limits
-    cache, decoding, _ = jax.eval_shape(lambda *a: generate.prefill(*a, cfg=cfg, rollouts=1, new_tokens=C), *args)
+    sampling = params, trainer.stacks, device.pool_specs(cfg, 16, jnp.float32, routes=False)
+    blocks, scored = (
+        plans.blocks_plan([[]], P + 2, table, trainer.stacks, s) for s in (False, True)
+    )  # not as many as layers, whose keys are as wide as a page is long
+    rows, _ = plans.rows_plan([], 2 * P, 1, table, cfg.vocab_size, trainer.stacks)
     return {
         "forward_backward": (lambda *a: step.forward_backward(*a, cfg=cfg, remat="names"), (params, trainer.state, batch, coefs, slots)),
         "optim_step": (step.optim_step, (trainer.state, slots)),
         "score": (lambda *a: step.score(*a, cfg=cfg), (params, batch, trainer.stacks, slots)),
         "score of the base": (lambda *a: step.score(*a, cfg=cfg), (params, batch, {}, {})),
-        "next_token_logprobs": (lambda *a: next_token_logprobs(*a, cfg=cfg), (params, lora, prompt)),
-        "prefill": (lambda *a: generate.prefill(*a, cfg=cfg, rollouts=1, new_tokens=C), args),
-        "decode": (lambda *a: generate.decode(*a, cfg=cfg), (params, lora, cache, lengths, decoding, sampling, limits, jnp.int32(C))),
+        "next_token_logprobs": (lambda *a: next_token_logprobs(*a, cfg=cfg), (params, lora, np.full((P, 11), 3, np.int32))),
+        "prefill": (lambda *a: device.prefill(*a, cfg=cfg), (*sampling, blocks)),
+        "prefill with scores": (lambda *a: device.prefill(*a, cfg=cfg), (*sampling, scored)),
+        "decode": (lambda *a: device.decode(*a, cfg=cfg), (*sampling, rows, jnp.int32(6))),
     }
 
 
@@ -120,5 +121,5 @@ def test_training_and_sampling_leave_the_base_as_it_was(trainer, rng):
     base = trainer.base
     before = jax.device_get(base.params)
     trainer.update({name: random_groups(rng, base.cfg.vocab_size) for name in trainer.slots})
-    DenseEngine(base).generate([Request((5, 6), slot, max_tokens=2) for slot in trainer.slots.values()], trainer.stacks)
+    Engine(base).generate([Request((5, 6), slot, max_tokens=2) for slot in trainer.slots.values()], trainer.stacks)
     chex.assert_trees_all_equal(jax.device_get(base.params), before)

@@ -20,7 +20,8 @@ from mint_jax.jobs.catalogs import JobCatalog
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import transformer
-from mint_jax.rollout.engine import DenseEngine, Request
+from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.request import Request
 from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
@@ -110,7 +111,7 @@ def test_a_revision_samples_the_same_tokens_while_its_policy_trains_on(tiny_base
     usual = PolicyConfig("a", CONFIG, OptimizerConfig(learning_rate=0.1), LossConfig("importance_sampling"))
     trainer = Trainer(base, [usual, dataclasses.replace(usual, name="b", seed=1), PolicyConfig("c", AdapterConfig(1))])
     trainer.load_adapter("a", random_adapter(base, CONFIG, rng))
-    engine = DenseEngine(base)
+    engine = Engine(base)
     prompt = tuple(rng.integers(3, base.cfg.vocab_size, 7).tolist())
 
     def sample(slot, stacks):

@@ -7,7 +7,8 @@ import pytest
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import transformer
-from mint_jax.rollout.engine import DenseEngine, Request
+from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.request import Request
 from mint_jax.rollout.score import Scorer
 from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
@@ -55,7 +56,7 @@ def test_sampler_scorer_and_trainer_agree(model, tiny_base, rng, request):
         for i, how in enumerate(SAMPLING):
             prompt = prompt_of(base, rng, (11, 3, 8, 6)[(i + k) % 4])
             requests.append(Request(prompt, slot, n=2, max_tokens=10 - i, seed=17 * i + k, **how))
-    results = DenseEngine(base).generate(requests, trainer.stacks)
+    results = Engine(base).generate(requests, trainer.stacks)
 
     texts = [[*r.prompt, *c.tokens] for r, completions in zip(requests, results) for c in completions]
     slots = [r.adapter for r in requests for _ in range(2)]

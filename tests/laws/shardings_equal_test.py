@@ -15,7 +15,8 @@ from mint_jax.mesh import make_mesh, single_device_mesh
 from mint_jax.models import base as base_lib
 from mint_jax.models import hf, transformer
 from mint_jax.models.config import from_hf
-from mint_jax.rollout.engine import DenseEngine, Request
+from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.request import Request
 from mint_jax.rollout.score import Scorer
 from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.state import OptimizerConfig
@@ -108,7 +109,7 @@ def outcome(base, configs, adapters, groups, requests):
     out["update"] = trainer.optim_step(list(configs))
     out["adapters"] = {name: trainer.adapter(name) for name in configs}
     requests = [Request(prompt, trainer.slots.get(name), n=2, max_tokens=9, temperature=0.0) for name, prompt in requests]
-    completions = [c for cs in DenseEngine(base).generate(requests, trainer.stacks) for c in cs]
+    completions = [c for cs in Engine(base).generate(requests, trainer.stacks) for c in cs]
     out["tokens"], out["sampled"] = [c.tokens for c in completions], [c.logprobs for c in completions]
     texts = [r.prompt for r in requests]
     out["scores"] = [x.tolist() for x in Scorer(base).logprobs(texts, [r.adapter for r in requests], trainer.stacks)]

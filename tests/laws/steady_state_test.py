@@ -1,38 +1,22 @@
 """Law 11: once the buckets of shapes are warm, training, sampling, scoring and exporting compile nothing, whatever the lengths."""
 
-import contextlib
-
 import chex
 import jax
 import numpy as np
 import pytest
 
 from mint_jax.catalog.packed import Schema, pack
+from mint_jax.compiling import compilations
 from mint_jax.lora.tree import AdapterConfig
-from mint_jax.rollout import generate, score
-from mint_jax.rollout.engine import DenseEngine, Request
+from mint_jax.rollout import device, score
+from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.request import Request
 from mint_jax.rollout.score import Scorer
 from mint_jax.train import step
 from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 
 RANKS = {"a": 3, "b": 3, "c": 1}
-
-
-@contextlib.contextmanager
-def compilations():
-    """A list that grows by the name of every program compiled inside, from disk or not."""
-    seen = []
-
-    def listen(event: str, seconds: float, **context) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            seen.append(context.get("fun_name", "?"))
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    try:
-        yield seen
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
 
 
 def grpo_step(trainer, engine, scorer, rng, lengths) -> None:
@@ -58,8 +42,9 @@ def grpo_step(trainer, engine, scorer, rng, lengths) -> None:
         pack(trainer.adapter(name), Schema(trainer.base.fingerprint, trainer.policies[name].adapter))
 
 
-# What the model's programs are traced through -> how often: by training and the base's score; by prefill and decode; by scoring.
-ONCE_A_PROGRAM = {(step, "batch_logprobs"): 2, (generate, "sample"): 2, (score, "target_logprobs"): 1}
+# What the model's programs are traced through -> how often: by training and the base's score; by decoding at each of
+# two numbers of rows, and by the scores of prompts; by scoring.
+ONCE_A_PROGRAM = {(step, "batch_logprobs"): 2, (device, "sample"): 3, (score, "target_logprobs"): 1}
 
 
 @pytest.fixture
@@ -75,7 +60,9 @@ def traced_once(monkeypatch):
 def test_steady_state_compiles_nothing(tiny_base, rng):
     base, loss = tiny_base("llama"), LossConfig(kl_kind="k3", kl=0.1)  # the base's logprobs are needed, too
     trainer = Trainer(base, [PolicyConfig(n, AdapterConfig(r), loss=loss, seed=i) for i, (n, r) in enumerate(RANKS.items())])
-    parts = trainer, DenseEngine(base), Scorer(base), rng
+    engine = Engine(base, rows=(8, 32))
+    engine.warm(trainer.stacks)
+    parts = trainer, engine, Scorer(base), rng
     with compilations() as seen:
         grpo_step(*parts, lambda: (12, 10))
         assert len(seen) > 5, "the listener hears compilations"

@@ -20,7 +20,7 @@ from mint_jax.jobs.catalogs import JobCatalog
 from mint_jax.lora import tree as lora_tree
 from mint_jax.models import base as base_lib
 from mint_jax.models import transformer
-from mint_jax.rollout.engine import DenseEngine
+from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.score import Scorer
 
 ROOT = Path(__file__).parents[2]
@@ -116,7 +116,7 @@ def test_every_sampled_token_names_the_revision_that_drew_it(run_job, tmp_path):
 def check_fixed(job, base, loaded, digest, kept):
     """A job's rollouts of a fixed revision are those that the revision alone samples."""
     stacks, slots = lora_tree.stack_adapters(transformer.abstract(base.cfg), {"r": (loaded.config, loaded.adapter)})
-    engine, member = DenseEngine(base, base.need_tokenizer().decode), job.members["ppo"]
+    engine, member = Engine(base, base.need_tokenizer().decode), job.members["ppo"]
     for step, rollouts in kept.items():
         asked = [
             member.sampling.request(

@@ -11,8 +11,8 @@ from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig, bucket_of
 from mint_jax.models import transformer
 from mint_jax.models.config import Experts, ModelConfig
-from mint_jax.rollout import generate
-from mint_jax.rollout.sample import SamplingParams
+from mint_jax.rollout import device, plans
+from mint_jax.rollout.schedule import longest_table
 from mint_jax.rollout.score import next_token_logprobs
 from mint_jax.train import state as state_lib
 from mint_jax.train import step
@@ -89,28 +89,22 @@ def test_slots_that_are_not_in_the_batch_cost_nothing(program):
     assert copied < one_slot, f"28 slots that nobody steps cost {copied / one_slot:.0f} times an adapter in copies"
 
 
-@functools.partial(jax.jit, static_argnames="cfg")
-def _decode(params, stacks, slots, cache, lengths, state, sampling, limits, *, cfg):
-    return generate.decode(params, lora_tree.bind_slots(stacks, slots), cache, lengths, state, sampling, limits, jnp.int32(1), cfg=cfg)
-
-
 @pytest.mark.parametrize("cfg", [CFG, MOE], ids=["dense", "experts"])
-def test_decoding_costs_the_same_however_many_adapters_are_resident(cfg):
-    """Two rows, each with its own adapter, out of 2 or of 16."""
-
-    def struct(dtype, *shape):
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    specs, slots = transformer.abstract(cfg), {4: struct(jnp.int32, 2)}
-    params, sampling = params_lib.abstract(specs), SamplingParams(*(struct(jnp.float32, 2) for _ in range(4)), struct(jnp.uint32, 2))
-    sampling, limits = sampling._replace(top_k=struct(jnp.int32, 2)), generate.Limits(struct(jnp.int32, 2), struct(jnp.int32, 2, 1))
-    prompts = struct(jnp.int32, 2, T), struct(jnp.int32, 2), sampling, limits
-    cache, state, _ = jax.eval_shape(lambda *args: generate.prefill(*args, cfg=cfg, rollouts=1, new_tokens=M), params, None, *prompts)
+@pytest.mark.parametrize("program", ["prefill", "decode"])
+def test_sampling_costs_the_same_however_many_adapters_are_resident(program, cfg):
+    """Two rows or blocks, out of 2 adapters or of 16."""
+    specs, table = transformer.abstract(cfg), longest_table(T + M)
+    params, pool = params_lib.abstract(specs), device.pool_specs(cfg, 8, jnp.float32, routes=False)
 
     def cost(resident):
         stacks = jax.eval_shape(lambda: {4: lora_tree.empty_stack(specs, lora_tree.LINEAR_TARGETS, 4, resident)})
-        program = _decode.lower(params, stacks, slots, cache, prompts[1], state, sampling, limits, cfg=cfg).compile()
-        return program.cost_analysis(), program.memory_analysis()
+        if program == "prefill":
+            lowered = device.prefill.lower(params, stacks, pool, plans.blocks_plan([[]], 2, table, stacks), cfg=cfg)
+        else:
+            rows, _ = plans.rows_plan([], 2, 1, table, cfg.vocab_size, stacks)
+            lowered = device.decode.lower(params, stacks, pool, rows, jnp.int32(1), cfg=cfg)
+        compiled = lowered.compile()
+        return compiled.cost_analysis(), compiled.memory_analysis()
 
     (few, few_memory), (many, many_memory) = cost(2), cost(16)
     assert many["flops"] == pytest.approx(few["flops"], rel=1e-3)  # clamping a few indices is counted

@@ -157,10 +157,15 @@ def test_embedding_deltas_are_rows_of_a_times_b(rng):
 def test_a_projection_nobody_targets_has_no_delta():
     bound = BoundAdapters(({"other": {"a": 0, "b": 0}}, {}), (1, 1), base_blocks=1)
     assert batch_delta(jnp.ones((3, 2, 5)), bound.at("q"), 6) is None
+    assert bound.targeted
+    assert not bound.at("q").targeted
     assert bound.total_blocks == 3
+    assert bound.block_of_rows(6).tolist() == [0, 0, 1, 1, 2, 2]
 
 
 def test_rows_that_do_not_fall_into_equal_blocks_are_refused():
     factors = {"a": jnp.ones((2, 1, 5)), "b": jnp.ones((2, 1, 6))}
     with pytest.raises(ValueError, match="5 rows do not fall into 3 equal blocks"):
         batch_delta(jnp.ones((5, 2, 5)), BoundAdapters((factors,), (2,), base_blocks=1), 6)
+    with pytest.raises(ValueError, match="5 rows do not fall into 3 equal blocks"):
+        BoundAdapters((factors,), (2,), base_blocks=1).block_of_rows(5)

@@ -172,6 +172,45 @@ def test_adapters_become_resident_by_bucket_and_bind_with_their_scale(rng, specs
     np.testing.assert_array_equal(bound.buckets[0]["unembed"]["b"][1], made["b"][1]["unembed"]["b"][0] * np.float32(2.0))
 
 
+@pytest.mark.parametrize(("rows", "slots"), [(1, 4), (6, 4), (6, 9)])
+def test_rows_that_name_slots_know_how_many_there_are_and_which(rows, slots, rng, specs):
+    """Whatever rows name, in one program: the form of a projection, each slot once, and where a row's stands among them."""
+    stacks = {rank: tree.empty_stack(specs, ("q",), rank, slots) for rank in (1, 4)}
+    run = jax.jit(lambda named: [bucket.replace(factors=None) for bucket in tree.name_slots(stacks, named).buckets])
+    some = [
+        np.full(rows, -1),
+        np.full(rows, 3),
+        np.where(np.arange(rows) % 2, 2, -1),
+        rng.integers(-1, slots, rows),
+        np.arange(rows) % slots,
+    ]
+    for named in some:
+        named = {4: np.int32(named), 1: np.full(rows, -1, np.int32)}
+        low, high = run(named)
+        assert int(low.form) == 0
+        np.testing.assert_array_equal(high.slots, named[4])
+        there = sorted(set(named[4].tolist()) - {-1})
+        assert int(high.form) == min(len(there), 2)
+        distinct, order = np.asarray(high.distinct), np.asarray(high.order)
+        assert len(distinct) == min(rows, slots)
+        assert sorted(distinct[: len(there)].tolist()) == there
+        assert not np.any(distinct[len(there) :])
+        mine = named[4] >= 0
+        np.testing.assert_array_equal(distinct[order[mine]], named[4][mine])
+    assert run._cache_size() == 1
+
+
+def test_rows_have_blocks_as_their_adapters_are_numbered(rng, specs):
+    stacks = {rank: tree.empty_stack(specs, ("q",), rank, 3) for rank in (1, 4)}
+    lora = tree.name_slots(stacks, {1: np.int32([-1, 2, -1, 2, 0, -1, -1]), 4: np.int32([1, -1, -1, -1, -1, 1, 0])})
+    assert (lora.blocks, lora.total_blocks) == ((3, 3), 7)
+    assert lora.block_of_rows(7).tolist() == [3, 0, 6, 0, 1, 3, 4]
+    below = lora.at("dense").at("attn")
+    assert below.targeted
+    assert below.at("q").targeted
+    assert not below.at("k").targeted
+
+
 def test_an_adapter_that_fits_is_admitted_with_its_number_of_modules(rng, specs):
     config = AdapterConfig(2, targets=("q", "embed", "unembed"))
     assert tree.check_fits(random_adapter(rng, specs, config), config, specs, "it") == 3 + 1 + 1

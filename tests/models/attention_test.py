@@ -1,6 +1,6 @@
-"""Attention over packed rows and over caches: values and gradients against a plain float64 softmax in torch.
+"""Attention over packed rows: values and gradients against a plain float64 softmax in torch; and through pages as in one row.
 
-Axes: B rows, T tokens, S keys, N query heads, K kv heads, G query heads per kv head, H head dim, C cached prompts.
+Axes: B rows, T tokens, S keys, N query heads, K kv heads, G query heads per kv head, H head dim.
 """
 
 import jax
@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from mint_jax.models import attention
-from mint_jax.models.attention import Past, Segments, cached_attention, packed_attention
+from mint_jax.models import attention, paged
+from mint_jax.models.attention import Segments, packed_attention
+from tests.models.paged_test import lay_out
 
 SCALE = 0.4
-CACHED = jax.jit(cached_attention, static_argnums=4)
 
 
 def _torch(q_BTNH, k_BSKH, v_BSKH, allowed_BTS, scale, g_BTNH=None):
@@ -43,12 +43,12 @@ def _segments(rng, B, T):
     return Segments(own_BT.astype(np.int32), np.take_along_axis(parents_BS, own_BT, axis=1).astype(np.int32))
 
 
-def _ours(q, k, v, g, segments, chosen=None):
+def _ours(q, k, v, g, segments, chosen=None, kernel="xla"):
     """Values and gradients with respect to q, k, v."""
 
     @jax.jit  # anew in every test: some change SCORE_BYTES
     def run(q, k, v, g, segments, chosen):
-        out, vjp = jax.vjp(lambda q, k, v: packed_attention(q, k, v, segments, SCALE, chosen), q, k, v)
+        out, vjp = jax.vjp(lambda q, k, v: packed_attention(q, k, v, segments, SCALE, chosen, kernel), q, k, v)
         return out, *vjp(g)
 
     return run(q, k, v, g, segments, chosen)
@@ -59,15 +59,17 @@ def _normal(rng, *shape, dtype=np.float32):
 
 
 @pytest.mark.parametrize(
-    ("B", "T", "N", "K", "score_bytes"),
+    ("B", "T", "N", "K", "score_bytes", "kernel"),
     [
-        (2, 5, 4, 4, None),  # shorter than a block, one query head per kv head
-        (2, 150, 6, 2, None),  # three blocks, the last one short
-        (1, 600, 2, 1, None),  # eight blocks, no longer of the least size
-        (2, 100, 4, 2, 40_000),  # every block's scores in slices
+        (2, 5, 4, 4, None, "xla"),  # shorter than a block, one query head per kv head
+        (2, 150, 6, 2, None, "xla"),  # three blocks, the last one short
+        (1, 600, 2, 1, None, "xla"),  # eight blocks, no longer of the least size
+        (2, 100, 4, 2, 40_000, "xla"),  # every block's scores in slices
+        (2, 5, 4, 4, None, "pallas_tpu"),  # one block, most of it padding
+        (1, 600, 4, 2, None, "pallas_tpu"),  # 640 positions in five blocks
     ],
 )
-def test_packed_values_and_gradients_equal_a_plain_softmax(B, T, N, K, score_bytes, rng, monkeypatch):
+def test_packed_values_and_gradients_equal_a_plain_softmax(B, T, N, K, score_bytes, kernel, rng, monkeypatch):
     H = 8
     if score_bytes is not None:
         monkeypatch.setattr(attention, "SCORE_BYTES", score_bytes)
@@ -75,7 +77,7 @@ def test_packed_values_and_gradients_equal_a_plain_softmax(B, T, N, K, score_byt
         assert min(counts) > 1
     q, k, v, g = _normal(rng, B, T, N, H) * 2, _normal(rng, B, T, K, H), _normal(rng, B, T, K, H), _normal(rng, B, T, N, H)
     segments = _segments(rng, B, T)
-    for ours, theirs in zip(_ours(q, k, v, g, segments), _torch(q, k, v, _allowed(*segments), SCALE, g)):
+    for ours, theirs in zip(_ours(q, k, v, g, segments, kernel=kernel), _torch(q, k, v, _allowed(*segments), SCALE, g)):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)  # float32 sums over up to 600 keys or queries
 
 
@@ -115,43 +117,20 @@ def test_other_segments_and_later_tokens_cannot_be_seen(rng):
     np.testing.assert_array_equal(attend(q, k, v, segments, 0.5)[:, 9], out[:, 9])
 
 
-def _heads_first(x):
-    """``[B, T, K, H]`` as caches keep it, ``[B, K, T, H]``, and back."""
-    return x.swapaxes(1, 2)
-
-
-@pytest.mark.parametrize("T", [1, 4])
-def test_cached_values_equal_a_plain_softmax_over_what_is_valid(T, rng):
-    B, N, K, H = 6, 4, 2, 8
-    sizes, rooms = (2, 6), (7, 5)  # prompts shared by three rows each, then the rows' own earlier tokens
-    lengths = [np.array([7, 4], np.int32), rng.integers(0, 6, size=6).astype(np.int32)]
-    lengths[1][:2] = 0, 5
-    past = Past(*(tuple(_normal(rng, C, K, S, H) for C, S in zip(sizes, rooms)) for _ in "kv"), tuple(lengths))
-    q, k, v = _normal(rng, B, T, N, H), _normal(rng, B, T, K, H), _normal(rng, B, T, K, H)
-    out = CACHED(q, _heads_first(k), _heads_first(v), past, SCALE)
-    for b in range(B):
-        parts = [[_heads_first(x)[b * C // B, : n[b * C // B]] for C, x, n in zip(sizes, xs, lengths)] for xs in (past.k, past.v)]
-        keys, values = (np.concatenate([*seen, own[b]])[None] for seen, own in zip(parts, (k, v)))
-        before = keys.shape[1] - T
-        allowed = np.arange(before + T)[None] <= before + np.arange(T)[:, None]
-        (want,) = _torch(q[b : b + 1], keys, values, allowed[None], SCALE)
-        np.testing.assert_allclose(out[b : b + 1], want, atol=1e-5)  # float32 sums over a dozen keys
-
-
-def test_a_scalar_length_holds_for_every_row(rng):
-    q, k, v = _normal(rng, 3, 1, 2, 4), _normal(rng, 3, 1, 1, 4), _normal(rng, 3, 1, 1, 4)
-    cached = _normal(rng, 3, 1, 5, 4)
-    scalar = CACHED(q, k, v, Past((cached,), (cached,), (jnp.int32(3),)), SCALE)
-    each = CACHED(q, k, v, Past((cached,), (cached,), (jnp.full((3,), 3, jnp.int32),)), SCALE)
-    np.testing.assert_array_equal(scalar, each)
-
-
-def test_cached_attention_continues_packed_attention(rng):
-    B, T, split, N, K, H = 2, 90, 70, 4, 2, 8
+def test_a_row_through_pages_continues_its_packed_row(rng):
+    """Two rows of 167 tokens: one prefilled up to 70 and one up to 160, then both token by token to the end of what is there."""
+    B, T, N, K, H, steps = 2, 167, 4, 2, 8, 7
     q, k, v = _normal(rng, B, T, N, H), _normal(rng, B, T, K, H), _normal(rng, B, T, K, H)
     zeros = np.zeros((B, T), np.int32)
-    full = jax.jit(packed_attention, static_argnums=4)(q, k, v, Segments(zeros, zeros), SCALE)
-    k, v = _heads_first(k), _heads_first(v)
-    past = Past((k[:, :, :split],), (v[:, :, :split],), (jnp.int32(split),))
-    rest = CACHED(q[:, split:], k[:, :, split:], v[:, :, split:], past, SCALE)
-    np.testing.assert_allclose(rest, full[:, split:], atol=1e-5)  # float32, sums in another order
+    full = np.asarray(jax.jit(packed_attention, static_argnums=4)(q, k, v, Segments(zeros, zeros), SCALE))
+    layout = lay_out(rng, range(B), [70, 160], steps)
+    pool = {name: np.full((1, layout.pages, K, paged.PAGE, H), np.nan, np.float32) for name in "kv"}
+    for b in range(B):
+        page, at = layout.where(b, 0).T
+        pool["k"][0, page, :, at], pool["v"][0, page, :, at] = k[b, : len(at)], v[b, : len(at)]
+    attend, rows = jax.jit(paged.grouped_query_attention, static_argnums=5), np.arange(B)
+    for t in range(steps):
+        now = layout.prefix + t
+        new = {"k": k[rows, now][:, :, None], "v": v[rows, now][:, :, None]}
+        out, pool = attend(q[rows, now][:, None], new, pool, 0, layout.view(np.full(B, t)), SCALE)
+        np.testing.assert_allclose(out[:, 0], full[rows, now], atol=1e-5)  # float32, sums in another order

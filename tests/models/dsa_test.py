@@ -16,35 +16,29 @@ import torch
 from mint_jax import multihost, sharding
 from mint_jax.lora import tree
 from mint_jax.lora.tree import AdapterConfig
-from mint_jax.models import attention, dsa, hf, mla, transformer
+from mint_jax.models import attention, dsa, hf, mla, paged, transformer
 from mint_jax.models.attention import Segments, unpack_keys
 from tests import oracles
 from tests.lora.apply_test import peft_model, random_adapter
+from tests.models.paged_test import continued, lay_out
 
 FAMILIES = ("deepseek_v32_dense", "glm_dense")
 B, T, TOPK = 2, 24, 8
 
 
-def _scores_under_torch(model, tokens_BT, monkeypatch):
+def _scores_under_torch(model, tokens_BT):
     """Logits, and the masked scores ``[B, T, T]`` of every indexer that runs."""
-    seen, topk = [], torch.Tensor.topk
-
-    def record(self, *args, **kwargs):
-        seen.append(self.detach().clone())
-        return topk(self, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "topk", record)
+    with oracles.watched_topk() as seen:
         logits = oracles.torch_logits(model, tokens_BT)
-    return logits, seen
+    return logits, [scores for scores, _ in seen]
 
 
-def _clear_tokens(rng, model, monkeypatch, shape=(B, T), shared=0):
+def _clear_tokens(rng, model, shape=(B, T), shared=0):
     """Tokens, the first ``shared`` the same in all rows, logits and scores; the last key chosen is well above the next."""
     for _ in range(200):
         tokens_BT = rng.integers(3, 97, size=shape).astype(np.int32)
         tokens_BT[:, :shared] = tokens_BT[:1, :shared]
-        logits, scores = _scores_under_torch(model, tokens_BT, monkeypatch)
+        logits, scores = _scores_under_torch(model, tokens_BT)
         best = torch.stack(scores).sort(-1, descending=True).values[:, :, TOPK:]
         if (best[..., TOPK - 1] - best[..., TOPK]).min() > 1e-4:  # errors are of size 1e-6
             return tokens_BT, logits, scores
@@ -52,30 +46,29 @@ def _clear_tokens(rng, model, monkeypatch, shape=(B, T), shared=0):
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "remat"))
-def _run(params, lora, tokens_BT, positions_BT, segments=None, cache=None, lengths=None, *, cfg, remat="none"):
-    inputs = transformer.Inputs(tokens_BT, positions_BT, segments, cache, lengths)
-    h, kept = transformer.hidden_states(params, lora, inputs, cfg, keep_kv=True, remat=remat)
-    return transformer.logits(params, lora, h), kept
+def _run(params, lora, tokens_BT, positions_BT, segments=None, *, cfg, remat="none"):
+    h, _ = transformer.hidden_states(params, lora, transformer.Inputs(tokens_BT, positions_BT, segments), cfg, remat=remat)
+    return transformer.logits(params, lora, h)
 
 
-def _arange(tokens, start=0):
-    return np.broadcast_to(np.asarray(start) + np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+def _arange(tokens):
+    return np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_and_choices_equal_transformers(family, rng, tiny_base, hf_dirs, monkeypatch):
     base, made = tiny_base(family), []
-    tokens_BT, theirs, scores = _clear_tokens(rng, oracles.torch_model(hf_dirs(family)), monkeypatch)
+    tokens_BT, theirs, scores = _clear_tokens(rng, oracles.torch_model(hf_dirs(family)))
     select = dsa.select
 
     def watched(*args):
-        chosen, keys = select(*args)
+        chosen, cache = select(*args)
         jax.debug.callback(lambda bits: made.append(np.asarray(bits)), chosen[0], ordered=True)
-        return chosen, keys
+        return chosen, cache
 
     monkeypatch.setattr(mla.dsa, "select", watched)
-    h, kept = jax.jit(transformer.hidden_states, static_argnames=("cfg", "keep_kv"))(
-        base.params, None, transformer.Inputs(tokens_BT, _arange(tokens_BT)), cfg=base.cfg, keep_kv=True
+    h, _ = jax.jit(transformer.hidden_states, static_argnames="cfg")(
+        base.params, None, transformer.Inputs(tokens_BT, _arange(tokens_BT)), cfg=base.cfg
     )
     jax.effects_barrier()
     np.testing.assert_allclose(transformer.logits(base.params, None, h), theirs, atol=2e-4)  # float32 sums in another order
@@ -91,7 +84,6 @@ def test_logits_and_choices_equal_transformers(family, rng, tiny_base, hf_dirs, 
         ours = np.asarray(unpack_keys(jnp.asarray(bits), T))
         np.testing.assert_array_equal(ours[:, TOPK:], want[:, TOPK:], err_msg=f"layer {layer}")
         assert ours[:, :TOPK][:, np.tri(TOPK, T, dtype=bool)].all()  # as few keys as that are all chosen
-        np.testing.assert_array_equal(np.any(kept["dense"]["index"][layer]), full[layer])
 
 
 def test_as_many_keys_as_topk_are_plain_latent_attention(rng, tiny_base):
@@ -100,67 +92,101 @@ def test_as_many_keys_as_topk_are_plain_latent_attention(rng, tiny_base):
     tokens_BT = rng.integers(97, size=(B, TOPK + 1)).astype(np.int32)
     for length, same in ((TOPK, True), (TOPK + 1, False)):
         tokens = tokens_BT[:, :length]
-        ours, want = (_run(base.params, None, tokens, _arange(tokens), cfg=cfg)[0] for cfg in (base.cfg, plain))
+        ours, want = (_run(base.params, None, tokens, _arange(tokens), cfg=cfg) for cfg in (base.cfg, plain))
         assert np.array_equal(ours, want) == same
 
 
 def test_slices_of_queries_and_heads_change_nothing(rng, monkeypatch):
     q, w, k = (rng.normal(size=s).astype(np.float32) for s in ((B, T, 6, 10), (B, T, 6), (B, T, 10)))
     segments = Segments(*(np.sort(rng.integers(0, 2, (B, T)), axis=1).astype(np.int32),) * 2)
-    past = rng.normal(size=(1, 9, 10)).astype(np.float32)
+    layout = lay_out(rng, range(B), [2, 0], 5)
+    own, pool = np.array([5, 7], np.int32), np.full((1, layout.pages, paged.PAGE, 10), np.nan, np.float32)
+    for b in range(B):
+        page, at = layout.where(b, own[b]).T
+        pool[0, page, at] = rng.normal(size=(7, 10))
+    cache = paged.Cache({"index": jnp.asarray(pool)}, jnp.int32(0), jax.tree.map(jnp.asarray, layout.view(own)))
 
     def both():
         packed = dsa._choose_packed(jnp.asarray(q), jnp.asarray(w), jnp.asarray(k), segments, TOPK)
-        return packed, *dsa._choose_cached(jnp.asarray(q), jnp.asarray(w), [past, k], (jnp.int32(7),), TOPK)
+        return packed, *dsa._choose_cached(jnp.asarray(q), jnp.asarray(w), jnp.asarray(k), cache, TOPK)
 
     whole = both()
     monkeypatch.setattr(attention, "SCORE_BYTES", 4 * B * T * T * 2)
     for ours, want in zip(both(), whole, strict=True):
         np.testing.assert_array_equal(ours, want)
-    counts = np.concatenate([np.asarray(unpack_keys(bits, S)) for bits, S in zip(whole[1:], (9, T))], axis=-1).sum(-1)
+    past, new = (np.asarray(unpack_keys(bits, S)) for bits, S in zip(whole[1:], (cache.view.capacity, T)))
+    places = [np.r_[0:2, 128:133], np.r_[0:7]]  # where the row's cached keys are in the order of its table
+    counts = np.stack([past[b][:, places[b]].sum(-1) for b in range(B)]) + new.sum(-1)
     assert (counts[:, 1:] >= TOPK).all()  # 7 cached keys and the token's own
     assert np.mean(counts[:, 1:] == TOPK) > 0.9  # where all heads of several keys score 0, they tie and are all chosen
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_packed_row_equals_its_rows_apart(family, rng, tiny_base, hf_dirs, monkeypatch):
+def test_a_packed_row_equals_its_rows_apart(family, rng, tiny_base, hf_dirs):
     """A prompt, two rollouts that see it, and an unrelated text."""
     base, model = tiny_base(family), oracles.torch_model(hf_dirs(family))
     P, n, other = 11, 9, 20
-    rollouts, want, _ = _clear_tokens(rng, model, monkeypatch, (2, P + n), shared=P)
-    text, alone, _ = _clear_tokens(rng, model, monkeypatch, (1, other))
+    rollouts, want, _ = _clear_tokens(rng, model, (2, P + n), shared=P)
+    text, alone, _ = _clear_tokens(rng, model, (1, other))
     tokens = np.concatenate([rollouts[0], rollouts[1, P:], text[0]])[None]
     own = np.repeat(np.arange(4), (P, n, n, other))[None].astype(np.int32)
     positions = np.concatenate([np.arange(P), P + np.arange(n), P + np.arange(n), np.arange(other)])[None].astype(np.int32)
-    ours, _ = _run(base.params, None, tokens, positions, Segments(own, np.where(own < 3, 0, own)), cfg=base.cfg)
+    ours = _run(base.params, None, tokens, positions, Segments(own, np.where(own < 3, 0, own)), cfg=base.cfg)
     np.testing.assert_allclose(ours[0], np.concatenate([want[0], want[1, P:], alone[0]]), atol=2e-4)  # float32, other orders
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_decoding_with_a_cache_equals_the_full_forward(family, rng, tiny_base, hf_dirs, monkeypatch):
-    """Two padded prompts, two rollouts each; four new tokens at once, then one with both parts of the cache."""
+def test_decoding_with_a_cache_equals_the_full_forward(family, rng, tiny_base, hf_dirs):
+    """Two prompts, two rollouts each, one of them in no team; one prompt reaches into a second page."""
     base, model = tiny_base(family), oracles.torch_model(hf_dirs(family))
-    lengths, G, new = np.array([19, 13], np.int32), 2, 5
-    drawn = [_clear_tokens(rng, model, monkeypatch, (G, n + new), shared=n) for n in lengths]
-    prompts_QS = np.stack([np.pad(rows[0][0, :n], (0, max(lengths) - n)) for rows, n in zip(drawn, lengths)]).astype(np.int32)
-    new_BT, theirs = (np.concatenate([rows[i][:, -new:] for rows in drawn]) for i in (0, 1))
-    at = np.repeat(lengths, G)[:, None]
-    _, prompt = _run(base.params, None, prompts_QS, _arange(prompts_QS), cfg=base.cfg)
-    part = jax.tree.map(lambda x: (x,), prompt)
-    four, own = _run(base.params, None, new_BT[:, :4], _arange(new_BT[:, :4], at), None, part, (lengths,), cfg=base.cfg)
-    both = jax.tree.map(lambda x, y: (x, jnp.pad(y, ((0, 0), (0, 0), (0, 3), (0, 0)))), prompt, own)
-    last, _ = _run(base.params, None, new_BT[:, 4:], at + 4, None, both, (lengths, jnp.int32(4)), cfg=base.cfg)
-    np.testing.assert_allclose(np.concatenate([four, last], axis=1), theirs, atol=2e-4)  # float32 sums in another order
+    lengths, G, new = (45, 13), 2, 5
+    drawn = [_clear_tokens(rng, model, (G, n + new), shared=n) for n in lengths]
+    prompts = [rows[0][0, :n] for rows, n in zip(drawn, lengths)]
+    new_BT = np.concatenate([rows[0][:, -new:] for rows in drawn])
+    ours = continued(rng, base.params, base.cfg, prompts, np.arange(2 * G) // G, new_BT, alone=(3,))
+    for i, (_, theirs, _) in enumerate(drawn):  # float32 sums in another order
+        np.testing.assert_allclose(ours.first[i], theirs[0, : lengths[i]], atol=2e-4)
+        np.testing.assert_allclose(ours.rest[i * G : (i + 1) * G], theirs[:, -new:], atol=2e-4)
+    for i in range(2 * G):
+        page, at = ours.layout.where(i, new).T
+        written = ours.pool["dense"]["index"][:, page, at]
+        assert np.any(written, axis=(1, 2)).tolist() == list(base.cfg.indexer.full), "a layer without an indexer has no keys"
+
+
+def test_keys_are_chosen_over_runs_and_parts_as_over_one_row(rng):
+    """The chosen are those that one sort of all of a row's scores gives, however they are spread over pages."""
+    I, H = 5, 6  # noqa: E741
+    prefix, own = [130, 0, 64], np.array([40, 150, 129], np.int32)
+    layout = lay_out(rng, range(3), prefix, 160)
+    pool = rng.choice(np.array([np.nan, np.inf, 1e9], np.float32), (2, layout.pages, paged.PAGE, H))
+    keys = [rng.normal(size=(n + m, H)).astype(np.float32) for n, m in zip(prefix, own)]
+    for b in range(3):
+        page, at = layout.where(b, own[b]).T
+        pool[1, page, at] = keys[b]
+    q, w, k = (rng.normal(size=s).astype(np.float32) for s in ((3, 1, I, H), (3, 1, I), (3, 1, H)))
+    cache = paged.Cache({"index": pool}, np.int32(1), layout.view(own))
+    past, new = jax.jit(dsa._choose_cached, static_argnums=4)(q, w, k, cache, TOPK)
+    past, new = np.asarray(unpack_keys(past, cache.view.capacity))[:, 0], np.asarray(unpack_keys(new, 1))[:, 0, 0]
+    for b in range(3):
+        every = np.concatenate([keys[b], k[b]]).astype(np.float64)
+        scores = np.einsum("i,is->s", w[b, 0], np.maximum(q[b, 0].astype(np.float64) @ every.T, 0))
+        runs = -(-prefix[b] // paged.RUN)
+        place = np.r_[0 : prefix[b], runs * paged.RUN : runs * paged.RUN + own[b]]
+        ours = np.append(past[b, place], new[b])
+        low = np.sort(scores)[-TOPK]
+        margin = 1e-5 * np.abs(scores).max()  # nearer than float32 tells apart
+        assert ours[scores > low + margin].all()
+        assert not ours[scores < low - margin].any()
 
 
 @pytest.mark.parametrize(("family", "remat"), [("deepseek_v32_dense", "none"), ("glm_dense", "names"), ("glm_dense", "full")])
-def test_gradients_equal_torch_and_indexers_get_none(family, remat, rng, tiny_base, hf_dirs, monkeypatch):
+def test_gradients_equal_torch_and_indexers_get_none(family, remat, rng, tiny_base, hf_dirs):
     base, model = tiny_base(family), oracles.torch_model(hf_dirs(family))
-    tokens_BT, _, _ = _clear_tokens(rng, model, monkeypatch)
+    tokens_BT, _, _ = _clear_tokens(rng, model)
     g_BTV = rng.normal(size=(B, T, 97)).astype(np.float32)
     (model(torch.tensor(tokens_BT, dtype=torch.long)).logits * torch.tensor(g_BTV)).sum().backward()
     theirs = {name: p.grad for name, p in model.named_parameters()}
-    loss = lambda params: jnp.sum(_run(params, None, tokens_BT, _arange(tokens_BT), cfg=base.cfg, remat=remat)[0] * g_BTV)  # noqa: E731
+    loss = lambda params: jnp.sum(_run(params, None, tokens_BT, _arange(tokens_BT), cfg=base.cfg, remat=remat) * g_BTV)  # noqa: E731
     for name, ours in hf.tensors(jax.grad(loss)(base.params), base.cfg):
         if ".indexer." in name:
             assert theirs.pop(name) is None
@@ -176,35 +202,36 @@ def test_adapters_cannot_target_the_indexer(tiny_base):
     assert set(known) == {"q_a", "q_b", "kv_a", "kv_b", "o", "gate", "up", "down", "embed", "unembed"}
 
 
-def test_decoding_under_an_adapter_equals_peft(rng, tiny_base, hf_dirs, monkeypatch):
+def test_decoding_under_an_adapter_equals_peft(rng, tiny_base, hf_dirs):
     """What an adapter does to the residual stream and to the query's latent moves the choice as well."""
     base, config = tiny_base("glm_dense"), AdapterConfig(3, 9.0, ("q_a", "q_b", "kv_a", "kv_b", "o"))
     specs = transformer.abstract(base.cfg)
     adapter = random_adapter(rng, specs, config)
     model = peft_model(hf_dirs("glm_dense"), config, adapter)
-    tokens_BT, theirs, _ = _clear_tokens(rng, model, monkeypatch)
+    tokens_BT, theirs, _ = _clear_tokens(rng, model)
     stacks, _ = tree.stack_adapters(specs, {"one": (config, adapter)})
-    lora, P = tree.bind_slots(stacks, {4: np.array([0])}), T - 3
-    head, prompt = _run(base.params, lora, tokens_BT[:, :P], _arange(tokens_BT[:, :P]), cfg=base.cfg)
-    part = jax.tree.map(lambda x: (x,), prompt)
-    tail, _ = _run(base.params, lora, tokens_BT[:, P:], _arange(tokens_BT[:, P:], P), None, part, (jnp.int32(P),), cfg=base.cfg)
-    np.testing.assert_allclose(np.concatenate([head, tail], axis=1), theirs, atol=2e-4)  # float32 sums in another order
+    P = T - 3
+    ours = continued(rng, base.params, base.cfg, list(tokens_BT[:, :P]), np.arange(B), tokens_BT[:, P:], stacks, {4: np.zeros(B)})
+    got = np.concatenate([np.stack(ours.first), ours.rest], axis=1)
+    np.testing.assert_allclose(got, theirs, atol=2e-4)  # float32 sums in another order
 
 
-def test_a_mesh_of_eight_equals_one_device(rng, tiny_base, hf_dirs, mesh, mesh8, monkeypatch):
+def test_a_mesh_of_eight_equals_one_device(rng, tiny_base, hf_dirs, mesh, mesh8):
     cfg = tiny_base("glm_dense").cfg.replace(vocab_size=98)
     specs = transformer.abstract(cfg)
-    tokens_BT, _, _ = _clear_tokens(rng, oracles.torch_model(hf_dirs("glm_dense")), monkeypatch, (8, T))
+    tokens_BT, _, _ = _clear_tokens(rng, oracles.torch_model(hf_dirs("glm_dense")), (8, T))
     host = multihost.to_host(tiny_base("glm_dense").params)
     for table in ("embed", "unembed"):
         host[table]["w"] = np.pad(host[table]["w"], ((0, 1), (0, 0)))  # an even vocabulary
-    results = []
-    for devices in (mesh, mesh8):
+    results, P = [], T - 2
+    for devices, parts in ((mesh, 1), (mesh8, 8)):
         params = jax.device_put(host, sharding.shardings(specs, devices))
         with jax.set_mesh(devices):
             results.append(jax.device_get(_run(params, None, tokens_BT, _arange(tokens_BT), cfg=cfg)))
-    for x, y in zip(*map(jax.tree.leaves, results), strict=True):
-        np.testing.assert_allclose(y, x, atol=1e-4 * max(1.0, np.abs(x).max()))  # float32 sums, split over devices
+            ours = continued(rng, params, cfg, list(tokens_BT[:, :P]), np.arange(8), tokens_BT[:, P:], parts=parts)
+            results.append(np.concatenate([np.stack(ours.first), ours.rest], axis=1))
+    for y in results[1:]:
+        np.testing.assert_allclose(y, results[0], atol=1e-4 * max(1.0, np.abs(results[0]).max()))  # float32 sums, split over devices
 
 
 def test_layers_of_multi_token_prediction_are_left_unread(tiny_base, hf_dirs, tmp_path, mesh, caplog):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from mint_jax.lora.apply import BoundAdapters
+from mint_jax.lora.tree import AdapterStack, name_slots
 from mint_jax.models.expert_parallel import routed
 from mint_jax.models.experts import sort_rows
 
@@ -156,3 +157,29 @@ def test_rows_that_blocks_do_not_divide_are_refused(rng):
     x, ids, weights, p, lora, _ = _problem(rng, "one_bucket")
     with pytest.raises(ValueError, match="5 rows do not fall into 3 equal blocks"):
         routed(x[:5], ids[:5], weights[:5], p, lora)
+
+
+@pytest.mark.parametrize("name", ["two_buckets", "buckets_and_base"])
+def test_rows_that_name_slots_equal_the_blocks_that_hold_them(name, rng):
+    """The same adapters in stacks of two layers, in other slots, and rows in any order; some slots are nobody's."""
+    x, ids, weights, p, lora, _ = _problem(rng, name)
+    S, rows, stacks, slots, first = 5, np.arange(len(x)), {}, {}, 0
+    for bucket, P in zip(lora.buckets, lora.blocks):
+        rank, place = next(iter(bucket.values()))["a"].shape[2], rng.choice(S, P, replace=False)
+        scale = np.exp2(rng.integers(-1, 2, S)).astype(np.float32)  # a power of two: B times it, and B divided by it, are exact
+
+        def stacked(path, leaf, P=P, place=place, scale=scale):
+            stack = rng.normal(size=(2, S, *leaf.shape[1:])).astype(np.float32)
+            stack[1, place] = leaf / scale[place][:, None, None, None] if path[-1].key == "b" else leaf
+            return jnp.asarray(stack)
+
+        stacks[rank] = AdapterStack(jax.tree_util.tree_map_with_path(stacked, bucket), jnp.asarray(scale), rank)
+        named = np.full(len(x), -1, np.int32)
+        mine = (rows // 2 >= first) & (rows // 2 < first + P)
+        named[mine] = place[rows[mine] // 2 - first]
+        slots[rank], first = named, first + P
+    order = rng.permutation(len(x))
+    slots = {rank: named[order] for rank, named in slots.items()}
+    run = jax.jit(lambda x, ids, weights, stacks, slots: routed(x, ids, weights, p, name_slots(stacks, slots).in_layer(jnp.int32(1))))
+    want = np.asarray(jax.jit(routed)(x, ids, weights, p, lora))
+    _assert_close(run(x[order], ids[order], weights[order], stacks, slots), want[order])

@@ -12,6 +12,7 @@ import pytest
 
 from mint_jax.models import grouped
 from mint_jax.models.grouped import grouped_matmul
+from pallas_kernels.grouped_matmul import pallas_gpu, xla
 
 K, N = 11, 13
 SIZES = {
@@ -88,7 +89,7 @@ def test_bfloat16_is_rounded_once(sizes, transposed, rng):
 @pytest.mark.parametrize("sizes", SIZES)
 def test_both_forms_agree(sizes, transposed, dtype, rng):
     x, w, size, index, g = _problem(rng, SIZES[sizes], 9, True, transposed, dtype)
-    tiles, ragged = (jax.jit(functools.partial(f, transposed=transposed)) for f in (grouped.tiled_matmul, grouped._ragged))
+    tiles, ragged = (jax.jit(functools.partial(f, transposed=transposed)) for f in (grouped.tiled_matmul, xla.grouped_matmul))
     # float32 sums of K terms in another order; in bfloat16 they may round to either neighbour
     close = functools.partial(np.testing.assert_allclose, rtol=2**-7 if dtype == jnp.bfloat16 else 0, atol=1e-5)
     close(*(np.asarray(f(x, w, size, index), np.float32) for f in (tiles, ragged)))
@@ -96,7 +97,11 @@ def test_both_forms_agree(sizes, transposed, dtype, rng):
     np.testing.assert_allclose(*outer, atol=2e-6 * np.abs(outer[1]).max(initial=1.0))  # accumulated in float32 whatever the inputs
 
 
-FORMS = {"cpu": (grouped.tiled_matmul, grouped._outer_tiles), "accelerators": (grouped._ragged, grouped._outer_ragged)}
+FORMS = {
+    "cpu": (grouped.tiled_matmul, grouped._outer_tiles),
+    "accelerators": (xla.grouped_matmul, grouped._outer_ragged),
+    "gpu": (functools.partial(pallas_gpu.grouped_matmul, how=pallas_gpu.Config(16, 16, 16, 4), interpret=True), grouped._outer_ragged),
+}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -122,6 +127,17 @@ def test_what_is_not_finite_in_one_group_stays_there(value, form, rng):
         got = np.asarray(outer(left, right, size))
         np.testing.assert_array_equal(got[[0, 2, 3]], want[[0, 2, 3]])
         assert not np.isfinite(got[1]).all()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_kernel_that_is_named_has_the_same_products_and_gradients(transposed, rng):
+    """Interpreted, with its own choice of blocks; backwards it is the kernel once more."""
+    x, w, size, index, g = _problem(rng, SIZES["zeros"], 9, True, transposed)
+    call = functools.partial(grouped_matmul, transposed=transposed, kernel="pallas_gpu")
+    y, vjp = jax.vjp(lambda x, w: call(x, w, size, index), x, w)
+    for got, want in zip((y, *vjp(g)), _loop(x, w, size, index, g, transposed), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-6 * np.abs(want).max(initial=1.0))  # float32 sums of at most 17 terms
+    assert str(jax.make_jaxpr(lambda x: jax.vjp(lambda x: call(x, w, size, index), x)[1](g))(x)).count("interpret=True") == 2
 
 
 def test_a_frozen_matrix_gets_no_gradient(rng):

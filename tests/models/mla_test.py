@@ -18,7 +18,9 @@ from mint_jax.lora import tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import mla, transformer
 from mint_jax.models.config import Latent, ModelConfig, RopeScaling
+from mint_jax.models.paged import PAGE
 from tests.lora.apply_test import assert_as_under_peft, random_adapter
+from tests.models.paged_test import continued
 
 PROJECTIONS = ("q_a", "q_b", "kv_a", "kv_b", "o")
 MIXED = (AdapterConfig(1, 2.0, ("kv_b",)), AdapterConfig(3, 5.0, PROJECTIONS, rslora=True), AdapterConfig(8, 16.0, PROJECTIONS))
@@ -48,34 +50,40 @@ def test_targets_are_the_projections(tiny_base):
 
 
 @functools.partial(jax.jit, static_argnames=("cfg",))
-def _run(params, lora, tokens_BT, start_B, cache, lengths, *, cfg):
-    positions = start_B[:, None] + jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
-    h, kept = transformer.hidden_states(
-        params, lora, transformer.Inputs(tokens_BT, positions, cache=cache, lengths=lengths), cfg, keep_kv=True
-    )
-    return transformer.logits(params, lora, h), kept
+def _whole(params, lora, tokens_BT, *, cfg):
+    positions = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None], tokens_BT.shape)
+    h, _ = transformer.hidden_states(params, lora, transformer.Inputs(tokens_BT, positions), cfg)
+    return transformer.logits(params, lora, h)
+
+
+def _slots(slots, prompts):
+    """By rank bucket, the slot that each prompt names; the last prompt is the bare base's."""
+    named = {slot.bucket: np.full(prompts, -1) for slot in slots.values()}
+    for q, slot in enumerate(slots.values()):
+        named[slot.bucket][q] = slot.index
+    return named
 
 
 def test_absorbed_decoding_of_many_adapters_equals_expanded_rows(rng, tiny_base):
-    """Prompts of three policies and of the bare base, two rollouts each; new tokens two at a time, then one."""
-    base, G, S, new = tiny_base("deepseek_v3_dense"), 2, 11, 3
+    """Prompts of three policies and of the bare base, two rollouts each; one prompt reaches into a third page."""
+    base, G, lengths, new = tiny_base("deepseek_v3_dense"), 2, (11, 70, 32, 20), 3
     specs = transformer.abstract(base.cfg)
     stacks, slots = tree.stack_adapters(specs, {str(c.rank): (c, random_adapter(rng, specs, c)) for c in MIXED})
     lora = tree.bind_slots(stacks, {slot.bucket: np.array([slot.index]) for slot in slots.values()}, base_blocks=1)
     P = len(MIXED) + 1
-    prompts_PS = rng.integers(97, size=(P, S)).astype(np.int32)
-    new_BT = rng.integers(97, size=(P * G, new)).astype(np.int32)
-    whole, _ = _run(base.params, lora, np.concatenate([prompts_PS.repeat(G, 0), new_BT], 1), np.zeros(P * G, int), None, None, cfg=base.cfg)
-    bare, _ = _run(base.params, None, np.concatenate([prompts_PS.repeat(G, 0), new_BT], 1), np.zeros(P * G, int), None, None, cfg=base.cfg)
+    prompts = [rng.integers(97, size=n).astype(np.int32) for n in lengths]
+    prompt_B, new_BT = np.arange(P).repeat(G), rng.integers(97, size=(P * G, new)).astype(np.int32)
+    rows = [np.concatenate([prompts[q], new_BT[b]]) for b, q in enumerate(prompt_B)]
+    padded = np.stack([np.pad(row, (0, max(lengths) + new - len(row))) for row in rows])  # causal: what follows changes nothing
+    whole, bare = (np.asarray(_whole(base.params, one, padded, cfg=base.cfg)) for one in (lora, None))
 
-    first, prompt = _run(base.params, lora, prompts_PS, np.zeros(P, int), None, None, cfg=base.cfg)
-    assert {name: leaf.shape for name, leaf in prompt["dense"].items()} == {"latent": (3, P, S, 24), "rope": (3, P, S, 8)}
-    at, lengths = np.full(P * G, S), np.full(P, S, np.int32)
-    two, own = _run(base.params, lora, new_BT[:, :2], at, jax.tree.map(lambda x: (x,), prompt), (lengths,), cfg=base.cfg)
-    both = jax.tree.map(lambda x, y: (x, jnp.pad(y, ((0, 0), (0, 0), (0, 3), (0, 0)))), prompt, own)
-    last, _ = _run(base.params, lora, new_BT[:, 2:], at + 2, both, (lengths, jnp.int32(2)), cfg=base.cfg)
-    got = np.concatenate([first.repeat(G, 0), two, last], axis=1)
-    np.testing.assert_allclose(got, whole, atol=1e-4)  # float32, products in another order, logits of size 5
+    ours = continued(rng, base.params, base.cfg, prompts, prompt_B, new_BT, stacks, _slots(slots, P), alone=(2,))
+    shapes = {name: (leaf.shape[0], *leaf.shape[2:]) for name, leaf in ours.pool["dense"].items()}
+    assert shapes == {"latent": (3, PAGE, 24), "rope": (3, PAGE, 8)}
+    for b, q in enumerate(prompt_B):
+        n = lengths[q]
+        np.testing.assert_allclose(ours.first[q], whole[b, :n], atol=1e-4)  # float32, products in another order, logits of size 5
+        np.testing.assert_allclose(ours.rest[b], whole[b, n : n + new], atol=1e-4)
     assert np.abs(whole - bare)[:-G].max(axis=(1, 2)).min() > 1e-2, "an adapter that does nothing says nothing"
 
 
@@ -89,20 +97,22 @@ def test_the_scale_grows_with_the_temperature_of_yarn_over_all_dimensions():
 
 @pytest.mark.long
 def test_a_mesh_of_eight_equals_one_device(rng, mesh, mesh8):
-    """Rows with adapters, and a token more with their latents cached."""
-    specs, S = transformer.abstract(EVEN), 12
+    """Rows with adapters, whole and through pages: over the mesh each row's latents are with one device."""
+    specs, S, new = transformer.abstract(EVEN), 40, 2
     host = multihost.to_host(params_lib.init(specs, jax.random.key(int(rng.integers(2**31)))))
     configs = [AdapterConfig(2, targets=PROJECTIONS), AdapterConfig(3, targets=PROJECTIONS)]
     stacks, slots = tree.stack_adapters(specs, {str(c.rank): (c, random_adapter(rng, specs, c)) for c in configs})
-    tokens_BT = rng.integers(96, size=(8, S + 1)).astype(np.int32)
+    prompts = list(rng.integers(96, size=(2, S)).astype(np.int32))
+    prompt_B, new_BT = np.arange(8) // 4, rng.integers(96, size=(8, new)).astype(np.int32)
+    tokens_BT = np.concatenate([np.stack(prompts)[prompt_B], new_BT], axis=1)
     results = []
-    for devices in (mesh, mesh8):
+    for devices, parts in ((mesh, 1), (mesh8, 8)):
         params = jax.device_put(host, sharding.shardings(specs, devices))
         with jax.set_mesh(devices):
             lora = tree.bind_slots(stacks, {slot.bucket: np.array([slot.index]) for slot in slots.values()})
-            whole, kept = _run(params, lora, tokens_BT[:, :S], np.zeros(8, int), None, None, cfg=EVEN)
-            cache = jax.tree.map(lambda x: (x,), kept)
-            last, _ = _run(params, lora, tokens_BT[:, S:], np.full(8, S), cache, (jnp.int32(S),), cfg=EVEN)
-            results.append(jax.device_get((whole, last)))
-    for x, y in zip(*results):
-        np.testing.assert_allclose(y, x, atol=1e-4 * max(1.0, np.abs(x).max()))  # float32 sums, split over devices
+            whole = jax.device_get(_whole(params, lora, tokens_BT, cfg=EVEN))
+            ours = continued(rng, params, EVEN, prompts, prompt_B, new_BT, stacks, _slots(slots, 2), parts)
+            results.append((whole, np.concatenate([np.stack(ours.first)[prompt_B], ours.rest], axis=1)))
+    want = results[0][0]
+    for got in jax.tree.leaves(results):
+        np.testing.assert_allclose(got, want, atol=1e-4 * max(1.0, np.abs(want).max()))  # float32 sums, split over devices

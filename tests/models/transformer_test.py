@@ -23,9 +23,12 @@ from mint_jax.models.attention import Segments
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.logprobs import target_logprobs
 from mint_jax.models.mlp import swiglu
+from mint_jax.models.paged import PAGE
 from mint_jax.models.transformer import Inputs, hidden_states, logits
-from mint_jax.rollout.engine import DenseEngine, Request
+from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.request import Request
 from tests import oracles
+from tests.models.paged_test import continued
 
 LATENT = [("deepseek_v3_dense", "names"), ("deepseek_v3_yarn_dense", "full"), ("moonlight_dense", "none")]
 LENGTHS = (150, 37, 1)  # beyond the original context of llama3 (32) and yarn (64), beyond two blocks of attention
@@ -95,7 +98,7 @@ def test_smollm2_answers_as_under_transformers(smollm2, torch_smollm2):
     tokenizer = smollm2.tokenizer
     prompts = [tuple(tokenizer.encode_chat([{"role": "user", "content": question}])) for question in ANSWERS]
     requests = [Request(prompt, max_tokens=20, temperature=0.0, stop_ids=tokenizer.eos_ids) for prompt in prompts]
-    results = DenseEngine(smollm2, tokenizer.decode).generate(requests)
+    results = Engine(smollm2, tokenizer.decode).generate(requests)
     for prompt, (completion,), answer in zip(prompts, results, ANSWERS.values(), strict=True):
         theirs = torch_smollm2.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)[0, len(prompt) :].tolist()
         assert completion.tokens == theirs
@@ -120,7 +123,8 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(name, hf_dirs, mesh, 
     noise = rms(theirs - exact)
     assert 0 < rms(ours - exact) < 1.2 * noise  # ours rounds no more often than torch does
     assert rms(ours - theirs) < 2 * noise  # two independent roundings differ by sqrt(2) of one
-    np.testing.assert_allclose(ours, theirs, atol=0.05 * np.abs(exact).max())  # some 20 roundings of 2**-8 on the way
+    # The largest of 29,100 differences is a matter of luck (4 % to 5 % of the largest logit here): it is held to torch's own largest.
+    assert np.abs(ours - exact).max() < 3 * np.abs(theirs - exact).max()
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "remat"))
@@ -183,33 +187,47 @@ def test_a_packed_row_equals_its_rows_apart(name, hf_dirs, tiny_base, rng):
     _assert_same_gradients(grads, _grads_under_torch(hf_dirs(name), rows, cotangents), base.cfg)
 
 
-def _cached_logits(params, tokens, positions, cache, lengths, cfg):
-    h, kv = hidden_states(params, None, Inputs(tokens, positions, cache=cache, lengths=lengths), cfg, keep_kv=True)
-    return logits(params, None, h), kv
-
-
 @pytest.mark.parametrize("name", ["llama_llama3", "qwen3", "qwen3_moe", "deepseek_v3", "moonlight"])
 def test_decoding_with_a_cache_equals_the_full_forward(name, hf_dirs, tiny_base, rng):
-    """Two padded prompts, shared by two rows each; then three new tokens at once, then one with both parts of the cache."""
-    base, run = tiny_base(name), jax.jit(_cached_logits, static_argnames="cfg")
-    lengths, C, G = np.array([40, 23], np.int32), 3, 2
-    prompts = _padded(rng, base.cfg.vocab_size, lengths)
-    new = _padded(rng, base.cfg.vocab_size, (C + 1,) * 2 * G)
-    rows = [np.concatenate([prompts[i // G, : lengths[i // G]], new[i]]) for i in range(2 * G)]
-    theirs = _rows(oracles.torch_model(hf_dirs(name)), rows, map(len, rows))
-
-    first, prompt_cache = run(base.params, prompts, _arange(prompts.shape), None, None, cfg=base.cfg)
-    at = np.repeat(lengths, G)[:, None]
-    part = jax.tree.map(lambda x: (x,), prompt_cache)
-    chunk, own = run(base.params, new[:, :C], at + _arange((2 * G, C)), part, (lengths,), cfg=base.cfg)
-    room = lambda y: jnp.pad(y, [(0, 5 if axis == y.ndim - 2 else 0) for axis in range(y.ndim)])  # noqa: E731
-    both = jax.tree.map(lambda x, y: (x, room(y)), prompt_cache, own)
-    last, _ = run(base.params, new[:, C:], at + C, both, (lengths, jnp.int32(C)), cfg=base.cfg)
+    """Two prompts, prefilled in two calls, and two rows of each: three in teams, one that reads its prompt itself."""
+    base, V = tiny_base(name), tiny_base(name).cfg.vocab_size
+    lengths, G, new, routes = (140, 23), 2, 4, base.cfg.experts is not None
+    prompts, new_BT = [rng.integers(3, V, n).astype(np.int32) for n in lengths], rng.integers(3, V, (2 * G, new)).astype(np.int32)
+    rows = [np.concatenate([prompts[i // G], new_BT[i]]) for i in range(2 * G)]
+    theirs = [oracles.torch_logits(oracles.torch_model(hf_dirs(name)), row[None])[0] for row in rows]
+    ours = continued(rng, base.params, base.cfg, prompts, np.arange(2 * G) // G, new_BT, alone=(1,), routes=routes)
     for i, want in enumerate(theirs):
         n = lengths[i // G]
-        np.testing.assert_allclose(first[i // G, :n], want[:n], atol=2e-4)  # float32 sums in another order, as above
-        np.testing.assert_allclose(chunk[i], want[n : n + C], atol=2e-4)
-        np.testing.assert_allclose(last[i], want[n + C :], atol=2e-4)
+        np.testing.assert_allclose(ours.first[i // G], want[:n], atol=2e-4)  # float32 sums in another order, as above
+        np.testing.assert_allclose(ours.rest[i], want[n:], atol=2e-4)
+    if routes:
+        recorded = ours.pool["moe"]["routes"]
+        assert recorded.dtype == np.uint8
+        for i, row in enumerate(rows):
+            page, at = ours.layout.where(i, new).T
+            same = np.sort(recorded[:, page, at]) == np.sort(_routes(base.params, row[None], cfg=base.cfg)[:, 0])
+            assert np.mean(same) > 0.99  # two experts may be as good as each other to float32
+
+
+@functools.partial(jax.jit, static_argnames="cfg")
+def _routes(params, tokens_BT, *, cfg):
+    return hidden_states(params, None, Inputs(tokens_BT, _arange(tokens_BT.shape)), cfg, keep_routes=True)[1]["moe"]["routes"]
+
+
+def test_the_shapes_of_a_cache_are_those_of_its_kind(tiny_base):
+    def shapes(name, **kwargs):
+        specs = transformer.cache_specs(tiny_base(name).cfg, 7, jnp.bfloat16, **kwargs)
+        return {kind: {name: (leaf.shape, leaf.dtype.name) for name, leaf in leaves.items()} for kind, leaves in specs.items()}
+
+    heads = (3, 7, 2, PAGE, 16), "bfloat16"
+    assert shapes("qwen3") == shapes("qwen3", routes=True) == {"dense": {"k": heads, "v": heads}}
+    assert shapes("qwen3_moe", routes=True) == {"moe": {"k": heads, "v": heads, "routes": ((3, 7, PAGE, 3), "uint8")}}
+
+    def latents(L):
+        return {name: ((L, 7, PAGE, width), "bfloat16") for name, width in {"latent": 24, "rope": 8, "index": 14}.items()}
+
+    assert shapes("glm") == {"dense": latents(1), "moe": latents(2)}
+    assert [transformer.cache_heads(tiny_base(name).cfg) for name in ("qwen3", "glm")] == [2, None]
 
 
 EVEN = ModelConfig("qwen3", vocab_size=96, d_model=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=80, qk_norm=True)

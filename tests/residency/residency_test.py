@@ -21,7 +21,8 @@ from mint_jax.residency.metrics import Metrics
 from mint_jax.residency.quotas import Quota, Quotas
 from mint_jax.residency.residency import Residency
 from mint_jax.residency.slots import DeviceSlots
-from mint_jax.rollout.engine import DenseEngine, Request
+from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.request import Request
 from tests.rollout.score_test import random_adapters
 
 LONG = 60.0  # a deadlock fails, it does not hang
@@ -560,7 +561,7 @@ def test_sampling_from_loaded_slots_equals_sampling_with_the_adapters_themselves
 
     def sample(slots, stacks):
         requests = [Request(p, slots.get(name), temperature=0, max_tokens=12) for p, name in zip(asked, rows)]
-        return DenseEngine(base).generate(requests, stacks)
+        return Engine(base).generate(requests, stacks)
 
     stacks, slots = lora_tree.stack_adapters(specs, adapters)
     mine = sample({name: lease.slot for name, lease in leases.items()}, w.residency.stacks)

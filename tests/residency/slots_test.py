@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from mint_jax import params as params_lib
+from mint_jax.compiling import compilations
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig, Slot
 from mint_jax.models import transformer
 from mint_jax.residency.slots import DeviceSlots
-from tests.laws.steady_state_test import compilations
 
 
 def random_adapter(rng, specs, config, dtype=np.float32):

@@ -4,6 +4,7 @@ Prompt lengths are fixed so that few programs are compiled; tokens and adapters 
 """
 
 import dataclasses
+import re
 import types
 
 import jax
@@ -18,7 +19,10 @@ from mint_jax.lora.tree import Slot
 from mint_jax.mesh import make_mesh
 from mint_jax.models import base as base_lib
 from mint_jax.models import transformer
-from mint_jax.rollout.engine import DenseEngine, Request
+from mint_jax.models.paged import PAGE
+from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.request import Request
+from mint_jax.rollout.stops import Stops
 from tests import oracles
 from tests.rollout.score_test import merged_models, random_adapters, torch_logprobs
 
@@ -49,7 +53,7 @@ def assert_greedy(mine, theirs, model, prompt):
 def test_greedy_tokens_equal_transformers_for_mixed_prompt_lengths(rng, tiny_base, hf_dirs, family):
     model = oracles.torch_model(hf_dirs(family), torch.float64)
     asked = prompts(rng, (1, 16, 5, 9, 2))
-    results = DenseEngine(tiny_base(family)).generate([Request(p, temperature=0, max_tokens=NEW) for p in asked])
+    results = Engine(tiny_base(family)).generate([Request(p, temperature=0, max_tokens=NEW) for p in asked])
     for prompt, [c] in zip(asked, results, strict=True):
         assert_greedy(c.tokens, torch_greedy(model, prompt), model, prompt)
         assert (c.finish, c.text) == ("length", None)
@@ -66,7 +70,7 @@ def test_greedy_tokens_of_mixed_adapters_equal_merged_weights(rng, tiny_base, hf
     stacks, slots = lora_tree.stack_adapters(transformer.abstract(base.cfg), adapters)
     asked = prompts(rng, (4, 16, 8, 1, 11, 8))
     requests = [Request(p, slots.get(name), temperature=0, max_tokens=NEW) for p, name in zip(asked, ROWS)]
-    results = DenseEngine(base).generate(requests, stacks)
+    results = Engine(base).generate(requests, stacks)
     for prompt, name, [c] in zip(asked, ROWS, results, strict=True):
         assert_greedy(c.tokens, torch_greedy(models[name], prompt), models[name], prompt)
         wanted = torch_logprobs(models[name], [*prompt, *c.tokens])[-NEW:]
@@ -84,7 +88,7 @@ def test_a_mesh_that_splits_rows_gives_equal_tokens(rng, tiny_base, hf_dirs):
         Request(p, slots.get(name), temperature=t, max_tokens=NEW, seed=int(rng.integers(2**31)))
         for p, name, t in zip(prompts(rng, (4, 16, 8, 1, 11, 8)), ROWS, (0, 0, 1, 1, 0.5, 2))
     ]
-    one, eight = (DenseEngine(b).generate(requests, stacks) for b in (base, spread))
+    one, eight = (Engine(b).generate(requests, stacks) for b in (base, spread))
     for [x], [y] in zip(one, eight, strict=True):
         assert x.tokens == y.tokens
         np.testing.assert_allclose(x.logprobs, y.logprobs, atol=2e-5)  # sums over split dimensions are ordered otherwise
@@ -97,7 +101,7 @@ def test_a_mesh_penalises_and_tells_alternatives_as_one_device_does(rng, axes):
         for p, t, k, fields in zip(prompts(rng, (4, 16, 8, 1, 11, 8)), (0, 0, 1, 1, 0.5, 2), (0, 4, 20, 1, 0, 2), PENALTIES)
     ]
     meshes = make_mesh({"data": 1}, jax.devices()[:1]), make_mesh(axes)
-    one, eight = (DenseEngine(base_lib.load("tiny-random", mesh)).generate(asked) for mesh in meshes)
+    one, eight = (Engine(base_lib.load("tiny-random", mesh)).generate(asked) for mesh in meshes)
     for [x], [y] in zip(one, eight, strict=True):
         assert x.tokens == y.tokens
         for name in ("logprobs", "drawn_logprobs"):
@@ -118,9 +122,9 @@ def test_groups_keep_the_order_and_every_rows_settings(rng, tiny_base, hf_dirs):
         for p, (_, most, n) in zip(prompts(rng, [length for length, _, _ in shapes]), shapes)
     ]
     seen = []
-    results = DenseEngine(tiny_base(), max_rows=4).generate(requests, progress=lambda *p: seen.append(p))
+    results = Engine(tiny_base(), max_rows=4).generate(requests, progress=lambda *p: seen.append(p))
     assert seen[-1] == (8, 8)
-    assert len(seen) == 3  # four requests of n = 1 in one group, of n = 2 in two
+    assert [done for done, _ in seen] == sorted({done for done, _ in seen})
     for request, completions in zip(requests, results, strict=True):
         assert len(completions) == request.n
         for c in completions:
@@ -136,20 +140,21 @@ def test_groups_keep_the_order_and_every_rows_settings(rng, tiny_base, hf_dirs):
             np.testing.assert_allclose(c.drawn_logprobs, drawn_T, atol=1e-4)  # the same over temperatures down to 0.5
 
 
-def test_completion_i_uses_seed_plus_i(rng, tiny_base):
+def test_completion_i_draws_from_a_hash_of_the_seed_and_i(rng, tiny_base):
+    """The same in any company and for any n, and none that a neighbouring seed draws too."""
     [prompt] = prompts(rng, [10])
-    seed = 2**32 - 2  # wraps to 0 for the third
-    engine = DenseEngine(tiny_base())
-    [three] = engine.generate([Request(prompt, n=3, max_tokens=NEW, seed=seed)])
-    apart = engine.generate([Request(prompt, max_tokens=NEW, seed=(seed + i) % 2**32) for i in range(3)])
-    assert [c.tokens for c in three] == [c.tokens for [c] in apart]
-    assert len({tuple(c.tokens) for c in three}) == 3
+    seed = int(rng.integers(2**32 - 3))
+    engine = Engine(tiny_base())
+    asked = (3, seed), (4, seed), (3, seed + 1)
+    [three], [four], [after] = (engine.generate([Request(prompt, n=n, max_tokens=NEW, seed=s)]) for n, s in asked)
+    assert [c.tokens for c in three] == [c.tokens for c in four[:3]]
+    assert len({tuple(c.tokens) for c in (*four, *after)}) == 7
     others = [Request(p, max_tokens=NEW, seed=1) for p in prompts(rng, [16, 1])]
     assert engine.generate([others[0], Request(prompt, max_tokens=NEW, seed=seed), others[1]])[1][0].tokens == three[0].tokens
 
 
 def test_stop_ids_end_a_row_and_are_kept(rng, tiny_base):
-    engine = DenseEngine(tiny_base())
+    engine = Engine(tiny_base())
     requests = [Request(p, max_tokens=NEW, seed=int(rng.integers(2**31))) for p in prompts(rng, (7, 12, 3))]
     free = [c.tokens for [c] in engine.generate(requests)]
     stops = [(free[0][4], 96), (free[1][9], free[1][2], 500), ()]
@@ -168,7 +173,7 @@ def decode(ids) -> str:
     return b"".join(PIECES[i % len(PIECES)] for i in ids).decode(errors="replace")
 
 
-def cut(tokens, stops) -> tuple[list[int], str, str]:
+def wanted_cut(tokens, stops) -> tuple[list[int], str, str]:
     """The first prefix of the tokens whose text has a stop string, and the text before it."""
     for n in range(1, len(tokens) + 1):
         text = decode(tokens[:n])
@@ -191,25 +196,50 @@ def cut(tokens, stops) -> tuple[list[int], str, str]:
 )
 def test_stop_strings_end_a_completion_with_the_token_that_completes_them(rng, tiny_base, stops):
     """Against a search over all prefixes of the same seed's tokens without stops; 40 tokens: the host looks several times."""
-    engine = DenseEngine(tiny_base(), decode)
+    engine = Engine(tiny_base(), decode)
     requests = [Request(p, max_tokens=40, temperature=3.0, seed=int(rng.integers(2**31))) for p in prompts(rng, (7, 12, 3, 5))]
     free = [c.tokens for [c] in engine.generate(requests)]
     results = engine.generate([dataclasses.replace(r, stop=stops) for r in requests])
     for tokens, [c] in zip(free, results, strict=True):
-        wanted, text, finish = cut(tokens, stops)
+        wanted, text, finish = wanted_cut(tokens, stops)
         assert (c.tokens, c.text, c.finish) == (wanted, text, finish)
         assert len(c.logprobs) == len(wanted)
 
 
-def test_the_text_of_overlapping_stop_strings_ends_before_the_one_completed_first(tiny_base):
+def test_the_text_of_overlapping_stop_strings_ends_before_the_one_completed_first():
     """``bc`` is complete at the third token, ``abcd`` would be at the fourth: the tokens end with c, so the text is ``a``."""
-    engine = DenseEngine(tiny_base(), lambda ids: "".join("abcd"[i] for i in ids))
-    assert engine._cut([0, 1, 2, 3], Request((0,), stop=("abcd", "bc"))) == (3, "a")
-    assert engine._cut([0, 1, 2], Request((0,), stop=("abcd", "bc"))) == (3, "a")
+    for tokens in ([0, 1, 2, 3], [0, 1, 2]):
+        assert Stops(lambda ids: "".join("abcd"[i] for i in ids), ("abcd", "bc")).look(tokens) == (3, "a")
+
+
+@pytest.mark.parametrize("stops", [("é",), ("日 ", "bca"), ("a", "\N{REPLACEMENT CHARACTER}b"), ("abcab", "bc"), ("never there",)])
+def test_looks_at_a_growing_completion_find_what_one_at_its_end_does(rng, stops):
+    """However the tokens come, in ones or many, and through characters that no token ends."""
+    for _ in range(200):
+        tokens, looks, at = rng.integers(0, len(PIECES), 60).tolist(), Stops(decode, stops), 0
+        found: tuple = (None, None)
+        while found[0] is None and at < len(tokens):
+            at += int(rng.integers(1, 9))
+            found = looks.look(tokens[:at])
+        wanted, text, finish = wanted_cut(tokens, stops)
+        assert found == ((len(wanted), text) if finish == "stop" else (None, None))
+
+
+def test_a_look_decodes_what_is_new_alone(rng):
+    tokens, seen = rng.integers(0, 2, 4000).tolist(), []
+
+    def counted(ids):
+        seen.append(len(ids))
+        return decode(ids)
+
+    looks = Stops(counted, ("never there",))
+    for at in range(16, len(tokens) + 1, 16):
+        looks.look(tokens[:at])
+    assert sum(seen) <= 4 * len(tokens), "not the whole text each time, 500,000 of them"
 
 
 def test_no_requests(tiny_base):
-    assert DenseEngine(tiny_base()).generate([]) == []
+    assert Engine(tiny_base()).generate([]) == []
 
 
 @pytest.mark.parametrize(
@@ -247,7 +277,7 @@ def test_bad_requests_are_refused_before_any_runs(tiny_base, bad, message):
     """With ``top_p`` 0 or ``min_p`` over 1 no token is left to draw from; a negative temperature or top_k means nothing."""
     seen = []
     with pytest.raises(UserError, match=message):
-        DenseEngine(tiny_base()).generate(
+        Engine(tiny_base()).generate(
             [Request((1, 2, 3, 4), max_tokens=NEW), Request(**({"prompt": (1,)} | bad))], progress=lambda *p: seen.append(p)
         )
     assert not seen
@@ -256,7 +286,7 @@ def test_bad_requests_are_refused_before_any_runs(tiny_base, bad, message):
 def test_an_empty_stop_string_is_refused(tiny_base):
     """It would be found before the first token."""
     with pytest.raises(UserError, match="stop"):
-        DenseEngine(tiny_base(), decode).generate([Request((1, 2, 3), stop=("",), max_tokens=NEW)])
+        Engine(tiny_base(), decode).generate([Request((1, 2, 3), stop=("",), max_tokens=NEW)])
 
 
 @pytest.mark.parametrize("slot", [Slot(4, 0), Slot(8, 2)])
@@ -265,13 +295,13 @@ def test_an_adapter_that_is_not_resident_is_refused(rng, tiny_base, slot):
     base = tiny_base()
     stacks, _ = lora_tree.stack_adapters(transformer.abstract(base.cfg), random_adapters(rng, base.cfg))
     with pytest.raises((UserError, KeyError, IndexError)):
-        DenseEngine(base).generate([Request((1, 2, 3), slot, max_tokens=NEW)], stacks)
+        Engine(base).generate([Request((1, 2, 3), slot, max_tokens=NEW)], stacks)
 
 
 def test_a_prompt_and_its_tokens_may_fill_the_context(rng, tiny_base, hf_dirs):
     """244 + 12 of 256: shapes are rounded up, but never beyond the context."""
     [prompt] = prompts(rng, [244])
-    [[c]] = DenseEngine(tiny_base()).generate([Request(prompt, max_tokens=NEW)])
+    [[c]] = Engine(tiny_base()).generate([Request(prompt, max_tokens=NEW)])
     wanted = torch_logprobs(oracles.torch_model(hf_dirs("llama"), torch.float64), [*prompt, *c.tokens])[-NEW:]
     np.testing.assert_allclose(c.logprobs, wanted, atol=3e-5)  # as above
 
@@ -280,10 +310,10 @@ def test_a_stop_string_that_is_a_special_token_ends_a_completion_by_its_id(rng, 
     """Decoded text leaves special tokens out: the string itself never matches."""
     [prompt] = prompts(rng, [7])
     request = Request(prompt, max_tokens=NEW, seed=int(rng.integers(2**31)))
-    [[free]] = DenseEngine(tiny_base()).generate([request])
+    [[free]] = Engine(tiny_base()).generate([request])
     end = free.tokens[5]
     base = dataclasses.replace(tiny_base(), tokenizer=types.SimpleNamespace(special_ids={"<end>": end}))
-    engine = DenseEngine(base, lambda ids: "".join(f"{i} " for i in ids if i != end))
+    engine = Engine(base, lambda ids: "".join(f"{i} " for i in ids if i != end))
     [[found]] = engine.generate([dataclasses.replace(request, stop=("<end>", "no such text"))])
     assert found.tokens == free.tokens[: free.tokens.index(end) + 1]
     assert found.finish == "stop"
@@ -321,7 +351,7 @@ def test_penalties_and_biases_of_mixed_rows_are_those_of_their_definitions(rng, 
     """Rows with and without any in one batch; one alone against transformers' own decoding, which has only that one."""
     model = oracles.torch_model(hf_dirs("llama"), torch.float64)
     asked = [Request(p, temperature=0, max_tokens=NEW, **fields) for p, fields in zip(prompts(rng, (4, 16, 8, 1, 11, 8)), PENALTIES)]
-    results = DenseEngine(tiny_base("llama")).generate(asked)
+    results = Engine(tiny_base("llama")).generate(asked)
     changed = 0
     for request, [c] in zip(asked, results, strict=True):
         wanted = penalised_greedy(model, request, NEW)
@@ -341,7 +371,7 @@ def test_a_row_with_penalties_changes_no_bit_of_its_neighbours(rng, tiny_base):
     one, other = prompts(rng, (6, 6))
     quiet = [Request(one, max_tokens=NEW, seed=7), Request(other, max_tokens=NEW, seed=8)]
     loud = [dataclasses.replace(quiet[0], frequency_penalty=3e38, logit_bias=((4, -3e38),)), quiet[1]]
-    engine = DenseEngine(tiny_base())
+    engine = Engine(tiny_base())
     [_, [a]], [_, [b]] = engine.generate(quiet), engine.generate(loud)
     assert (a.tokens, a.logprobs, a.drawn_logprobs) == (b.tokens, b.logprobs, b.drawn_logprobs)
     assert a.drawn_logprobs == a.logprobs
@@ -352,7 +382,7 @@ def test_what_was_drawn_has_the_probability_that_it_was_drawn_with(rng, tiny_bas
     model = oracles.torch_model(hf_dirs("llama"), torch.float64)
     [prompt] = prompts(rng, [9])
     request = Request(prompt, max_tokens=NEW, seed=3, temperature=0.7, presence_penalty=1.5, logit_bias=((8, 2.0),))
-    [[c]] = DenseEngine(tiny_base("llama")).generate([request])
+    [[c]] = Engine(tiny_base("llama")).generate([request])
     for i, token in enumerate(c.tokens):
         z = oracles.torch_logits(model, np.array([[*prompt, *c.tokens[:i]]]))[0, -1].astype(np.float64)
         z[8] += 2.0
@@ -368,8 +398,8 @@ def test_the_likeliest_tokens_and_their_logprobs_are_transformers(rng, tiny_base
         Request(p, max_tokens=NEW, seed=i, temperature=0.8, top_k=5, presence_penalty=2.0 * i, top_logprobs=k)
         for i, (p, k) in enumerate(zip(prompts(rng, (4, 16, 8)), wanted))
     ]
-    free = DenseEngine(tiny_base("llama")).generate([dataclasses.replace(request, top_logprobs=0) for request in asked])
-    for request, [c], [plain] in zip(asked, DenseEngine(tiny_base("llama")).generate(asked), free, strict=True):
+    free = Engine(tiny_base("llama")).generate([dataclasses.replace(request, top_logprobs=0) for request in asked])
+    for request, [c], [plain] in zip(asked, Engine(tiny_base("llama")).generate(asked), free, strict=True):
         assert (c.tokens, c.logprobs, c.drawn_logprobs) == (plain.tokens, plain.logprobs, plain.drawn_logprobs), "not one bit"
         if not request.top_logprobs:
             assert c.top_logprobs is None
@@ -383,3 +413,83 @@ def test_the_likeliest_tokens_and_their_logprobs_are_transformers(rng, tiny_base
             assert len(set(ids)) == request.top_logprobs
             np.testing.assert_allclose(logprobs, np.sort(logp_V)[::-1][: request.top_logprobs], atol=3e-5)  # as above
             np.testing.assert_allclose(logprobs, logp_V[list(ids)], atol=3e-5)
+
+
+def test_scores_of_a_prompt_are_transformers(rng, tiny_base, hf_dirs):
+    """Of prompts of one token, of some and of several blocks, beside one that does not ask."""
+    model = oracles.torch_model(hf_dirs("llama"), torch.float64)
+    asked = [
+        Request(p, max_tokens=3, n=2, prompt_logprobs=own, top_prompt_logprobs=k, seed=1)
+        for p, own, k in zip(prompts(rng, (1, 7, 40, 150, 9)), (True, True, False, True, False), (2, 0, 4, 20, 0))
+    ]
+    for request, completions in zip(asked, Engine(tiny_base("llama")).generate(asked), strict=True):
+        logp_TV = special.log_softmax(oracles.torch_logits(model, np.array([request.prompt]))[0, :-1].astype(np.float64), axis=-1)
+        for c in completions:
+            assert (c.prompt_logprobs is not None, c.top_prompt_logprobs is not None) == (
+                request.prompt_logprobs,
+                request.top_prompt_logprobs > 0,
+            )
+            if c.prompt_logprobs is not None:
+                np.testing.assert_allclose(c.prompt_logprobs, logp_TV[np.arange(len(logp_TV)), request.prompt[1:]], atol=3e-5)  # as above
+            for told, logp_V in zip(c.top_prompt_logprobs or (), logp_TV, strict=c.top_prompt_logprobs is not None):
+                ids, logprobs = zip(*told)
+                assert len(set(ids)) == request.top_prompt_logprobs
+                np.testing.assert_allclose(logprobs, np.sort(logp_V)[::-1][: len(ids)], atol=3e-5)
+                np.testing.assert_allclose(logprobs, logp_V[list(ids)], atol=3e-5)
+
+
+def test_targets_at_a_prompts_places_are_scored_and_the_last_tokens_alone_where_asked(rng, tiny_base, hf_dirs):
+    base = tiny_base("llama")
+    model, engine = oracles.torch_model(hf_dirs("llama"), torch.float64), Engine(base)
+    for length, last in ((1, None), (40, None), (90, 3), (129, 64), (130, 0), (70, 1000)):
+        [prompt] = prompts(rng, (length,))
+        engine.generate([Request(prompt, max_tokens=1)])  # its blocks are in the cache, unscored
+        targets = tuple(tuple(rng.integers(-1, base.cfg.vocab_size, rng.integers(0, 6)).tolist()) for _ in prompt[1:])
+        request = Request(
+            prompt, max_tokens=2, prompt_logprobs=True, top_prompt_logprobs=2, target_prompt_logprobs=targets, prompt_logprobs_last_n=last
+        )
+        [[c]] = engine.generate([request])
+        first = 0 if last is None else max(0, length - 1 - last)
+        assert c.reused == first // PAGE * PAGE, "what is not scored comes from the cache"
+        logp_TV = special.log_softmax(oracles.torch_logits(model, np.array([prompt]))[0, :-1].astype(np.float64), axis=-1)
+        own = logp_TV[np.arange(length - 1), prompt[1:]]
+        np.testing.assert_allclose(c.prompt_logprobs, np.where(np.arange(length - 1) < first, np.nan, own), atol=3e-5)  # as above
+        assert [len(top) for top in c.top_prompt_logprobs] == [0] * first + [2] * (length - 1 - first)
+        for t, (told, ids) in enumerate(zip(c.target_prompt_logprobs, targets, strict=True)):
+            wanted = [] if t < first else [0.0 if i < 0 else logp_TV[t, i] for i in ids]
+            np.testing.assert_allclose(told, wanted, atol=3e-5)
+
+
+def test_alternatives_at_a_prompts_places_are_drawn_from_the_model(rng, tiny_base, hf_dirs):
+    model, engine = oracles.torch_model(hf_dirs("llama"), torch.float64), Engine(tiny_base("llama"))
+    [prompt] = prompts(rng, (45,))
+    logp_TV = special.log_softmax(oracles.torch_logits(model, np.array([prompt]))[0, :-1].astype(np.float64), axis=-1)
+    asked = [Request(prompt, max_tokens=1, prompt_alternatives=k, seed=seed) for seed, k in enumerate((20,) * 9 + (3,))]
+    told = [c.prompt_alternatives for [c] in engine.generate(asked)]
+    drawn = np.array([[[i for i, _ in place] for place in places] for places in told[:9]])  # [9, T, 20]
+    logprobs = np.array([[[p for _, p in place] for place in places] for places in told[:9]])
+    np.testing.assert_allclose(logprobs, logp_TV[np.arange(44)[None, :, None], drawn], atol=3e-5)
+    # The mean surprise of the draws is the entropy: 7,920 of them, so a wrong temperature or shared noise is far outside 5 sigma.
+    entropy = -(np.exp(logp_TV) * logp_TV).sum(-1)
+    spread = (np.exp(logp_TV) * logp_TV**2).sum(-1) - entropy**2
+    off = (-logprobs.mean((0, 2)) - entropy).sum() / np.sqrt((spread / 180).sum())
+    assert abs(off) < 5
+    assert len({tuple(x) for x in drawn.reshape(-1, 20).tolist()}) == 9 * 44, "no two places draw alike"
+    [[alone]] = engine.generate([asked[9]])
+    assert alone.prompt_alternatives == told[9]
+    assert {len(place) for place in told[9]} == {3}
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"target_prompt_logprobs": ((1,),)}, "target_prompt_logprobs has 1 places; a prompt of 3 tokens has 2"),
+        ({"target_prompt_logprobs": ((), (1,) * 21)}, "names 21 ids at one place; at most 20"),
+        ({"target_prompt_logprobs": ((), (-2,))}, "token id -2"),
+        ({"prompt_logprobs_last_n": -1}, "prompt_logprobs_last_n is -1"),
+        ({"prompt_alternatives": 21}, "prompt_alternatives is 21; expected 0 to 20"),
+    ],
+)
+def test_wrong_questions_about_a_prompt_are_refused(tiny_base, asked, message):
+    with pytest.raises(UserError, match=re.escape(message)):
+        Engine(tiny_base("llama")).generate([Request((3, 4, 5), **asked)])

@@ -17,7 +17,8 @@ from mint_jax import params as params_lib
 from mint_jax.lora import tree
 from mint_jax.lora.tree import ALL_LINEAR, AdapterConfig
 from mint_jax.models import transformer
-from mint_jax.rollout.engine import DenseEngine, Request
+from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.request import Request
 from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.losses import Targets, policy_loss
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer, stack_coefs
@@ -70,7 +71,7 @@ def case(rng, tiny_base):
     adapter = jax.tree.map(draw, tree.adapter_specs(transformer.abstract(base.cfg), ADAPTER))
     for policy in policies:
         trainer.load_adapter(policy.name, adapter)
-    engine = DenseEngine(sampler, keep_routes=True)
+    engine = Engine(sampler, keep_routes=True)
     for _ in range(20):
         prompt = tuple(int(t) for t in rng.integers(3, 97, PROMPT))
         request = Request(prompt, trainer.slots["band"], n=4, max_tokens=NEW, seed=int(rng.integers(1 << 30)))

@@ -13,7 +13,8 @@ from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import router, transformer
 from mint_jax.models.base import Base
 from mint_jax.models.config import Experts, ModelConfig
-from mint_jax.rollout.engine import DenseEngine, Request
+from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.request import Request
 from mint_jax.train.batch import Group, TrainSequence, mask_unrouted
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 
@@ -52,7 +53,7 @@ def rollout(base, rng, n=3):
     prompts = [tuple(int(t) for t in rng.integers(1, CFG.vocab_size, length)) for length in (9, 5)]
     requests = [Request(prompt, n=n, max_tokens=8, seed=int(rng.integers(1 << 30))) for prompt in prompts]
     groups = []
-    for request, completions in zip(requests, DenseEngine(base, keep_routes=True).generate(requests)):
+    for request, completions in zip(requests, Engine(base, keep_routes=True).generate(requests)):
         advantages = rng.normal(size=len(completions))
         sequences = [
             TrainSequence(c.tokens, [1.0] * len(c.tokens), [float(a)] * len(c.tokens), c.logprobs, routes=c.routes)
@@ -175,4 +176,4 @@ def test_tokens_without_routes_are_masked(base, rng):
 
 def test_routes_of_a_base_without_experts_are_refused(tiny_base):
     with pytest.raises(UserError, match="has no experts"):
-        DenseEngine(tiny_base("llama"), keep_routes=True)
+        Engine(tiny_base("llama"), keep_routes=True)

@@ -19,7 +19,8 @@ from mint_jax.jobs.grpo import Rollout, Sampling, rollout_groups
 from mint_jax.lora import tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import transformer
-from mint_jax.rollout.engine import Completion, DenseEngine, Request
+from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.request import Completion, Request
 from mint_jax.train.batch import Group, TrainSequence, pack
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 from tests import oracles
@@ -119,7 +120,7 @@ def test_the_trainer_sees_what_the_engine_drew(temperature, case, rng):
     trainer = Trainer(base, [PolicyConfig("p", ADAPTER, loss=LossConfig("ppo"))])
     trainer.load_adapter("p", adapter)
     request = Request(tuple(PROMPT), trainer.slots["p"], n=8, max_tokens=6, temperature=temperature, seed=int(rng.integers(1 << 30)))
-    (made,) = DenseEngine(base).generate([request], trainer.stacks)
+    (made,) = Engine(base).generate([request], trainer.stacks)
     sampling = Sampling(group_size=8, max_tokens=6, temperature=temperature)
     groups = rollout_groups(sampling, Rollout([], [PROMPT], [made]), rng.normal(size=(1, 8)))
     assert trainer.update({"p": groups})["p"]["max_gap"] < 1e-4  # float32, prefill and decode against one pass

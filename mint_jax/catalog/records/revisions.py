@@ -25,7 +25,7 @@ class Revision:
     Attributes:
         bytes: length of the packed object.
         state: ``live`` or ``retired``.
-        sampling: how training drew the rollouts, as ``rollout.engine.Request`` names it; None where it drew none or it is unknown.
+        sampling: how training drew the rollouts, as ``rollout.request.Request`` names it; None where it drew none or it is unknown.
     """
 
     id: int

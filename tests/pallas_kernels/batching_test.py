@@ -13,8 +13,8 @@ import pytest
 
 from mint_jax.models import packed_lora
 from mint_jax.models.grouped import grouped_matmul
-from mint_jax.models.grouped_batching import Merged
 from mint_jax.models.packed_lora import Adapters, Groups, project
+from pallas_kernels.batching import Merged
 
 P, M, G, W, K, N, R = 3, 29, 5, 7, 11, 13, 2
 SIZES = np.array([[4, 0, 9, 6, 1], [0, 0, 29, 0, 0], [3, 8, 0, 0, 5]], np.int32)  # the second has no rows behind its last group

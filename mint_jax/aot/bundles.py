@@ -1,0 +1,107 @@
+"""The TPU compiler's final schedule of a kernel, read from its dump: bundles, and which of them lie in loops and branches.
+
+A bundle is what a core's units begin together in one cycle when nothing waits. How many there are is a static count and no time: it
+knows no copy that has not arrived and no stall. The dump's form is the compiler's own, and what cannot be read is an error.
+"""
+
+import dataclasses
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from mint_jax.errors import UserError
+
+WORDS = {"vmatmul": "vmatmul", "vmatpush": "vmatpush", "spills": "_spill]"}  # what is counted beside bundles -> its word in the dump
+
+_BUNDLE = re.compile(r"^ *(0x[0-9a-f]+|0)\s+(LB|LH|LE|PB|PF|CT)?: +>*\s*\{(.*)")
+_BRANCH = re.compile(r"sbr\.rel .*?target = \$region(\d+)")
+_REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
+
+
+@dataclasses.dataclass
+class Part:
+    """A stretch of the schedule.
+
+    Attributes:
+        kind: ``kernel``, ``loop``, or ``branch``: a stretch that a condition skips.
+        first, behind: where it begins, and what follows it.
+        parts: loops and branches in it, in their order.
+        lines: its bundles, without those of its parts.
+    """
+
+    kind: str
+    first: int
+    behind: int
+    parts: list["Part"] = dataclasses.field(default_factory=list)
+    lines: list[str] = dataclasses.field(default_factory=list)
+
+    def has(self, pattern: str) -> bool:
+        """Whether an instruction is in it or in its parts."""
+        return any(re.search(pattern, line) for part in self.walk() for line in part.lines)
+
+    def walk(self) -> Iterator["Part"]:
+        """Itself and all that is in it, in the order of the schedule."""
+        yield self
+        for part in self.parts:
+            yield from part.walk()
+
+    def run(self, times: Callable[["Part"], int]) -> Counter[str]:
+        """Bundles and ``WORDS`` that run, where each part inside runs ``times(part)`` times whenever what it lies in runs once."""
+        total = Counter({"bundles": len(self.lines)})
+        total.update({name: sum(line.count(word) for line in self.lines) for name, word in WORDS.items()})
+        for part in self.parts:
+            if n := times(part):
+                total.update({name: n * count for name, count in part.run(times).items()})
+        return total
+
+
+def parse(dump: str) -> Part:
+    """The schedule in a ``final_bundles`` file.
+
+    Raises:
+        UserError: there is none, or it has branches that this cannot read.
+    """
+    lines, regions, blocks = [], {}, []
+    for text in dump.splitlines():
+        if found := _BUNDLE.match(text):
+            lines.append(found[3])
+            if found[2]:
+                blocks.append(len(lines) - 1)
+        elif lines:
+            lines[-1] += " " + text
+        if lines:
+            regions.update({int(n): len(lines) - 1 for n in _REGION.findall(text)})
+    if not lines:
+        raise UserError("the compiler's dump has no bundles: its form has changed")
+    branches = [(at, int(n)) for at, line in enumerate(lines) for n in _BRANCH.findall(line)]
+    # Some bundles behind a branch still run before it is taken, four on most chips and one on a TPU7x: a block begins right behind them.
+    late = min((block - at for at, _ in branches for block in blocks if block > at), default=1)
+    kernel, spans = Part("kernel", 0, len(lines)), set()
+    if len(lost := {n for _, n in branches} - set(regions)) > 1:
+        raise UserError(f"the compiler's dump has branches to regions {sorted(lost)}, which begin nowhere: its form has changed")
+    regions.update(dict.fromkeys(lost, len(lines)))  # one is the exit: the second core of a chip has nothing to do
+    for at, n in branches:
+        spans.add((at + late, regions[n], "branch") if regions[n] > at else (regions[n], at + late, "loop"))
+    for first, behind, kind in sorted(spans, key=lambda span: (span[0], -span[1], span[2])):
+        if behind > first:
+            _insert(kernel, Part(kind, first, behind))
+    for at, line in enumerate(lines):
+        _innermost(kernel, at).lines.append(line)
+    return kernel
+
+
+def _insert(whole: Part, part: Part) -> None:
+    for inner in whole.parts:
+        if inner.first <= part.first and part.behind <= inner.behind:
+            _insert(inner, part)
+            return
+        if part.first < inner.behind and inner.first < part.behind:
+            raise UserError(f"bundles {part.first} to {part.behind} and {inner.first} to {inner.behind} cross: the dump's form has changed")
+    whole.parts.append(part)
+
+
+def _innermost(whole: Part, at: int) -> Part:
+    for inner in whole.parts:
+        if inner.first <= at < inner.behind:
+            return _innermost(inner, at)
+    return whole

@@ -1,0 +1,111 @@
+"""What the compiler of an H200 makes of the GPU kernels: registers, what it spills, temporaries. It needs no GPU, only the CUDA wheels.
+
+``python -m mint_jax.aot.gpu_kernels`` compiles every kernel in every shape of ``shapes.py`` and has the wheels' ``ptxas`` tell of each what
+it takes. Lowering alone does not show a kernel that Triton refuses, nor one that takes more shared memory than there is.
+"""
+
+import functools
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import SingleDeviceSharding
+
+from mint_jax.aot import chips
+from pallas_kernels import dispatch, grouped_matmul, packed_lora
+from pallas_kernels.grouped_matmul import shapes as grouped_shapes
+from pallas_kernels.packed_lora import shapes as lora_shapes
+
+
+class Call(NamedTuple):
+    """One call of an op.
+
+    Attributes:
+        name: op and shape.
+        fn: of ``args``.
+        args: abstract.
+        donated: which argument is added to in place.
+    """
+
+    name: str
+    fn: Callable[..., Any]
+    args: tuple[Any, ...]
+    donated: tuple[int, ...]
+
+
+class Kernel(NamedTuple):
+    """One kernel, as ``ptxas`` tells.
+
+    Attributes:
+        name: of the function.
+        registers: of a thread.
+        spilled: bytes of a thread that did not fit into registers, stored.
+    """
+
+    name: str
+    registers: int
+    spilled: int
+
+
+def calls(device: Any) -> Iterator[Call]:
+    """Both ops in the shapes of their tests, as a program for this device has them."""
+
+    def spec(*dims: int, dtype: str) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=SingleDeviceSharding(device))
+
+    for s in grouped_shapes.SHAPES:
+        w = (s.d_out, s.d_in) if s.transposed else (s.d_in, s.d_out)
+        args = spec(s.rows, s.d_in, dtype=s.dtype), spec(s.groups, *w, dtype=s.stored), spec(s.groups, dtype="int32")
+        yield Call(f"grouped_matmul {tuple(s)}", functools.partial(grouped_matmul.grouped_matmul, transposed=s.transposed), args, ())
+    for s in (*lora_shapes.DECODE, *lora_shapes.TRAIN):
+        x, factor = spec(s.rows, s.d_in, dtype=s.dtype), spec(s.rows, dtype="int32")
+        a = [spec(s.factors, s.rank, s.d_in, dtype=s.dtype) for _ in s.d_out]
+        b = [spec(s.factors, s.rank, F, dtype=s.dtype) for F in s.d_out]
+        wide = [spec(s.rows, F, dtype=s.dtype) for F in s.d_out]
+        for name, table, args, onto in (
+            ("packed_lora", packed_lora.ADD, (x, a, b, wide, factor), 3),
+            ("packed_lora backward", packed_lora.BACKWARD, (x, a, b, wide, x, factor), 4),
+        ):
+            yield Call(f"{name} {tuple(s)}", lambda *args, table=table: dispatch.run("packed_lora", table, "auto", args), args, (onto,))
+
+
+def kernels(told: str) -> list[Kernel]:
+    """Of what ``ptxas -v`` writes, in its order."""
+    out = []
+    for one in re.split(r"Compiling entry function ", told)[1:]:
+        name, spilled, registers = (re.search(p, one) for p in (r"'(\w+)'", r"(\d+) bytes spill stores", r"Used (\d+) registers"))
+        if name is None or spilled is None or registers is None:
+            raise ValueError(f"ptxas says something else than it used to: {one}")
+        out.append(Kernel(name[1], int(registers[1]), int(spilled[1])))
+    return out
+
+
+def compiled(call: Call, target: chips.Target, folder: Path) -> tuple[list[Kernel], int]:
+    """The kernels of Pallas in the program, and its bytes of temporaries."""
+    with jax.default_device(target.devices[0]):
+        lowered: Any = jax.jit(call.fn, donate_argnums=call.donated).lower(*call.args)
+    made = lowered.compile(target.options | {"xla_dump_to": str(folder)})
+    ptxas = next(Path(jax.__file__).parents[1].glob("nvidia/*/bin/ptxas"))
+    out = []
+    for ptx in sorted(folder.glob("*.ptx")):
+        told = subprocess.run([ptxas, "-v", "-arch=sm_90a", ptx, "-o", "/dev/null"], capture_output=True, text=True, check=True).stderr
+        out += [one for one in kernels(told) if one.name.startswith("_")]  # XLA's own begin with a letter
+    return out, made.memory_analysis().temp_size_in_bytes
+
+
+def main() -> None:
+    target = chips.target("cuda:h200x1")
+    for call in calls(target.devices[0]):
+        with tempfile.TemporaryDirectory() as folder:
+            made, temporaries = compiled(call, target, Path(folder))
+        told = ", ".join(f"{one.name} {one.registers} registers" + f" {one.spilled} bytes spilled" * (one.spilled > 0) for one in made)
+        sys.stdout.write(f"{call.name}: {told}; {temporaries >> 10} KiB of temporaries\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""What adapters add to a tile of rows in the TPU compiler's static schedule: compiled, not run, and no time. No device is needed."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from mint_jax.aot import schedule
+from mint_jax.jobs import common, report
+from mint_jax.jobs.common import Config, say
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the job has.
+
+    Attributes:
+        job: what to run.
+        chips: pods whose chip is compiled for; of each the smallest that can be had.
+    """
+
+    job: str
+    chips: tuple[str, ...] = tuple(schedule.CHIPS)
+
+
+def run(config: Config, workdir: Path) -> dict[str, Any]:
+    """Compiles for every chip and counts; the compiler's dumps stay in the workdir."""
+    common.save_config(config, workdir)
+    result = {"job": "schedule"} | schedule.reports(config.chips, workdir / "dumps")
+    _show(result)
+    return result
+
+
+def _show(result: dict[str, Any]) -> None:
+    rows = [
+        (name, kernel, n, of["bundles"], f"{100 * of['over_base']:.1f}", f"{100 * of['lanes_over_base']:.1f}" if kernel == "add" else "-")
+        for name, chip in result["chips"].items()
+        for kernel in ("add", "backward")
+        for n, of in chip[kernel].items()
+    ]
+    shape = result["shape"]
+    title = f"packed LoRA of rank {shape['rank']} on {shape['d_in']} -> {shape['d_out']}, a tile of {shape['tile']} rows"
+    report.table(title, ("chip", "kernel", "adapters", "bundles", "over the base's, %", "lanes' floor, %"), rows)
+    say("bundles of the static schedule: no time, and nothing of copies that are waited for")
+    for name, chip in result["chips"].items():
+        goal = chip["goal"]
+        met = "met" if goal["met"] else "not met"
+        say(f"{name}: at most {100 * goal['over_base']:.0f} % up to {goal['adapters']} adapters is {met} ({100 * goal['reached']:.1f} %)")

@@ -1,0 +1,252 @@
+"""LoRA deltas of rows that each name a slot: which adapters a batch has, and how many, is data of one compiled program.
+
+``apply.py`` has blocks of rows with one adapter each, whose number is part of the program: right for training, whose batches repeat,
+and wrong for serving, where every mixture of adapters would be a program of its own. Here the stacks stay where they are, ``[L, S, R,
+D]``, and a row's slot is an index into them. A projection then has one of three forms, chosen on the device by the rows there are:
+
+    no row names an adapter      nothing
+    all that do name one slot    one product for blocks of up to 32 rows: the adapter is read once
+    several slots                a product for each row with factors gathered for it
+
+SmolLM2-135M's linear layers at 32 rows of rank 8, over the bare base: one slot 0.99 by the second form and 1.44 by the third, 22
+distinct slots 1.46 by the third. The forms give the same bits: on a CPU a product of 2 to 32 rows sums alike whatever their number, so
+the third form gives each row a twin, and rank 1, whose products would be of a matrix and a vector, a row of zeros.
+
+On TPUs and NVIDIA's GPUs a kernel (``pallas_kernels.slot_lora``) adds to the base's result where it can serve: every distinct adapter is
+read once, from where it lies. Of 32 rows of eight adapters the third form reads each adapter four times, writes the copies and reads
+these.
+
+Axes: B rows, T tokens, L layers, S slots, P blocks, R rank, D in, F out, E experts, C distinct adapters of a batch.
+"""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from mint_jax import sharding
+from pallas_kernels import dispatch, slot_lora
+from pallas_kernels.dispatch import Implementation
+
+Ends = tuple[str | None, str | None]  # logical axes of a projection's in and out dimension
+
+BLOCK = 32  # rows of a block where all rows name one slot; more would be another class of products, with other bits
+
+
+@struct.dataclass
+class RowBucket:
+    """What the rows name of one rank bucket.
+
+    Attributes:
+        factors: a tree of ``[L, S, (E,) R, D]`` and ``[L, S, (E,) R, F]``, or what is below a name of it.
+        scale: ``[S]`` float32.
+        slots: ``[B]`` int32; -1 for rows that name none of this bucket.
+        form: scalar int32: 0 no row names a slot, 1 one slot, 2 several.
+        distinct: ``[C]`` int32, the slots that rows name, each once; repeats of 0 behind them.
+        order: ``[B]`` int32, where a row's slot stands in ``distinct``.
+    """
+
+    factors: Any
+    scale: jax.Array
+    slots: jax.Array
+    form: jax.Array
+    distinct: jax.Array
+    order: jax.Array
+
+
+@struct.dataclass
+class RowAdapters:
+    """The adapters of a batch of rows, for any projection or those below one name.
+
+    Attributes:
+        buckets: one for each rank bucket that is resident.
+        layer: which layer of the factors; None outside layers.
+        kernel: which implementation of ``slot_lora`` is used, see ``config.Kernels``.
+    """
+
+    buckets: tuple[RowBucket, ...]
+    layer: jax.Array | None = None
+    kernel: str = struct.field(pytree_node=False, default="xla")
+
+    def at(self, name: str) -> "RowAdapters":
+        """The adapters below one name of the tree; buckets without it become empty."""
+        return dataclasses.replace(self, buckets=tuple(dataclasses.replace(b, factors=b.factors.get(name, {})) for b in self.buckets))
+
+    def in_layer(self, layer: jax.Array) -> "RowAdapters":
+        """Those of one layer."""
+        return dataclasses.replace(self, layer=layer)
+
+    @property
+    def targeted(self) -> bool:
+        """Whether any adapter has factors here."""
+        return any(bucket.factors for bucket in self.buckets)
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Adapters of each bucket that ``block_of_rows`` numbers, as many as the rows may name."""
+        return tuple(bucket.distinct.shape[0] for bucket in self.buckets)
+
+    @property
+    def total_blocks(self) -> int:
+        """Of all buckets, and one for rows without an adapter."""
+        return sum(self.blocks) + 1
+
+    def block_of_rows(self, rows: int) -> jax.Array:
+        """``[B]`` int32: the number of each row's adapter, through all buckets; the last is none."""
+        out, first = jnp.full((rows,), self.total_blocks - 1, jnp.int32), 0
+        for bucket, count in zip(self.buckets, self.blocks):
+            out = jnp.where(bucket.slots >= 0, first + bucket.order, out)
+            first += count
+        return out
+
+    def onto(self, fn: Callable[[Any, jax.Array], jax.Array], x: jax.Array, y: jax.Array, ends: Ends) -> jax.Array:
+        """A projection's result with its adapters' deltas: ``y [B, T, F]`` of ``x [B, T, D]``.
+
+        Args:
+            fn: as ``over`` takes it, for what the kernel does not serve.
+            ends: how a mesh splits D and F.
+        """
+
+        def plain(x: jax.Array, y: jax.Array, bucket: RowBucket, layer: jax.Array) -> jax.Array:
+            return y + dataclasses.replace(self, layer=layer)._of_bucket(bucket, fn, x, y.shape[-1], y.dtype, 1)
+
+        table = tuple(
+            Implementation(name, on, functools.partial(_by_kernel, ends=ends, op=op), functools.partial(_require, ends=ends, op=op))
+            for name, on, op in (("pallas_tpu", "tpu", slot_lora.pallas_tpu), ("pallas_gpu", "cuda", slot_lora.pallas_gpu))
+        )
+        table = *table, Implementation("xla", None, plain, dispatch.anything)
+        layer = jnp.int32(0) if self.layer is None else self.layer
+        for bucket in self.buckets:
+            if bucket.factors:
+                y = dispatch.run("slot_lora", table, self.kernel, (x, y, bucket, layer))
+        return y
+
+    def over(self, fn: Callable[[Any, jax.Array], jax.Array], x: jax.Array, d_out: int, dtype: Any, fan: int = 1) -> jax.Array | None:
+        """Applies ``fn(factors, x[P, rows, T, ...]) -> [P, rows, T, d_out]`` to the rows of every adapter; zeros for the others.
+
+        Args:
+            x: ``[B, T, ...]``.
+            fan: rows of ``fn``'s products for each of ``x``: heads, where these are absorbed factor by factor.
+
+        Returns:
+            ``[B, T, d_out]``, or None when no bucket targets this projection.
+        """
+        parts = [self._of_bucket(bucket, fn, x, d_out, dtype, fan) for bucket in self.buckets if bucket.factors]
+        return sum(parts[1:], parts[0]) if parts else None
+
+    def _of_bucket(self, bucket: RowBucket, fn: Any, x: jax.Array, d_out: int, dtype: Any, fan: int) -> jax.Array:
+        B, T = x.shape[:2]
+
+        def none() -> jax.Array:
+            return jnp.zeros((B, T, d_out), dtype)
+
+        def one() -> jax.Array:
+            P = -(-B // (BLOCK if fan == 1 else 2))  # with heads both forms have 2 fan rows, or they would be of two classes
+            rows = -(-B // P)  # two at least, where there are: a row alone would be another class of products
+            x_PW = jnp.pad(x, [(0, P * rows - B)] + [(0, 0)] * (x.ndim - 1)).reshape(P, rows, *x.shape[1:])
+            factors = self._take(bucket, jnp.broadcast_to(jnp.max(bucket.slots), (P,)), x.dtype)
+            return fn(factors, x_PW).reshape(P * rows, T, d_out)[:B]
+
+        def several() -> jax.Array:
+            twins = 2 if T == 1 else 1
+            x_BW = jnp.broadcast_to(x[:, None], (B, twins, *x.shape[1:]))
+            out = fn(self._of_rows(bucket, x.dtype), x_BW)
+            return out.reshape(B, twins, T, d_out)[:, 0]
+
+        # A prompt's tokens are 32 rows of one slot anyway: there the last form is the cheap one.
+        delta = jax.lax.switch(bucket.form, [none, one, several]) if T == 1 else several()
+        return jnp.where((bucket.slots >= 0)[:, None, None], delta, jnp.zeros((), dtype))
+
+    def _of_rows(self, bucket: RowBucket, dtype: Any) -> Any:
+        """The factors of each row's slot, ``[B, R, .]``."""
+        mesh: Any = jax.sharding.get_abstract_mesh()
+        if mesh.empty or mesh.size == 1:
+            return self._take(bucket, jnp.maximum(bucket.slots, 0), dtype)
+        # Over a mesh the distinct slots travel, each once, and are dealt to the rows where these are: gathered for the rows first, they
+        # travel once for every row (Qwen3-4B, 1,024 rows of 8 adapters on four chips: 24 GB of collectives in a step).
+        rows = sharding.partition(("batch",), mesh)[0]
+
+        def dealt(x: jax.Array) -> jax.Array:
+            free = jax.sharding.PartitionSpec.UNCONSTRAINED
+            x = jax.lax.with_sharding_constraint(x, jax.sharding.PartitionSpec(None, None, free))
+            even = rows if bucket.slots.shape[0] % sharding.ways("batch", mesh) == 0 else None
+            return jax.lax.with_sharding_constraint(x[bucket.order], jax.sharding.PartitionSpec(even, None, free))
+
+        return jax.tree.map(dealt, self._take(bucket, bucket.distinct, dtype))
+
+    def _take(self, bucket: RowBucket, slots: jax.Array, dtype: Any) -> Any:
+        """The factors of slots, ``[P, R, D]`` and ``[P, R, F]`` with the scale in the second, of rank 2 at least."""
+        layer = 0 if self.layer is None else self.layer
+        a, b = bucket.factors["a"][layer, slots], bucket.factors["b"][layer, slots]
+        b = b * bucket.scale[slots][:, None, None]
+        a, b = (jnp.pad(x, ((0, 0), (0, 1), (0, 0))) if x.shape[1] == 1 else x for x in (a, b))
+        return {"a": a.astype(dtype), "b": b.astype(dtype)}
+
+    def embedded(self, tokens_BT: jax.Array, d_out: int, dtype: Any) -> jax.Array | None:
+        """The deltas of the embedding, ``[B, T, D]``: of ``A [R, V]`` each row reads its tokens' columns alone."""
+        parts = []
+        for bucket in self.buckets:
+            if bucket.factors:
+                slots = jnp.maximum(bucket.slots, 0)
+                h_BTR = bucket.factors["a"][0, slots[:, None], :, tokens_BT].astype(dtype)
+                b_BRF = (bucket.factors["b"][0, slots] * bucket.scale[slots][:, None, None]).astype(dtype)
+                delta = jnp.einsum("BTR,BRF->BTF", h_BTR, b_BRF, preferred_element_type=jnp.float32).astype(dtype)
+                parts.append(jnp.where((bucket.slots >= 0)[:, None, None], delta, jnp.zeros((), dtype)))
+        return sum(parts[1:], parts[0]) if parts else None
+
+
+# By the kernel.
+
+
+def _split(x: jax.Array, y: jax.Array, ends: Ends) -> tuple[str | None, ...]:
+    """How the mesh that is set splits rows, inputs and outputs: logical axes, None where it does not."""
+    return sharding.fitting((x.shape[0], x.shape[-1], y.shape[-1]), "batch", *ends)
+
+
+def _require(x: jax.Array, y: jax.Array, bucket: RowBucket, layer: jax.Array, ends: Ends, op: Any) -> None:
+    """Whether the kernels of ``op`` can serve each device's part.
+
+    Raises:
+        NotImplementedError: with the reason.
+    """
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    split = _split(x, y, ends)
+    for one, other in itertools.combinations((set(sharding.mesh_axes(axis, mesh)) for axis in split if axis), 2):
+        if both := one & other:
+            raise NotImplementedError(f"mesh axis {min(both)} splits two of rows, inputs and outputs")
+    a, b = bucket.factors["a"], bucket.factors["b"]
+    M, D, F = (size // (sharding.ways(axis, mesh) if axis else 1) for size, axis in zip((x[..., 0].size, x.shape[-1], y.shape[-1]), split))
+    W, R = a.shape[0] * a.shape[1], a.shape[2]
+    x_MD, y_MF = jax.ShapeDtypeStruct((M, D), x.dtype), jax.ShapeDtypeStruct((M, F), y.dtype)
+    a_WRD, b_WRF = jax.ShapeDtypeStruct((W, R, D), a.dtype), jax.ShapeDtypeStruct((W, R, F), b.dtype)
+    if split[1] is None:
+        op.require_add(x_MD, a_WRD, b_WRF, y_MF)
+    else:
+        op.require_shrink(x_MD, a_WRD)
+        op.require_expand(b_WRF, y_MF)
+
+
+def _by_kernel(x: jax.Array, y: jax.Array, bucket: RowBucket, layer: jax.Array, ends: Ends, op: Any, interpret: Any = False) -> jax.Array:
+    rows, inward, outward = _split(x, y, ends)
+
+    def local(x_BTD, y_BTF, a_LSRD, b_LSRF, scale_S, slots_B, layer):
+        T, S = x_BTD.shape[1], scale_S.shape[0]
+        x_MD, y_MF = x_BTD.reshape(-1, x_BTD.shape[-1]), y_BTF.reshape(-1, y_BTF.shape[-1])
+        a, b = (w.reshape(-1, *w.shape[2:]) for w in (a_LSRD, b_LSRF))
+        slot_M, scale_M, first = jnp.repeat(slots_B, T), jnp.repeat(scale_S[jnp.maximum(slots_B, 0)], T), layer * S
+        if inward is None:
+            return op.add(x_MD, a, b, y_MF, slot_M, scale_M, first, interpret=interpret).reshape(y_BTF.shape)
+        # Each device has a part of every row's inputs: what travels is the inner product, R numbers a row.
+        over = sharding.mesh_axes(inward, jax.sharding.get_abstract_mesh())
+        h_MR = jax.lax.psum(op.shrink(x_MD, a, slot_M, first, interpret=interpret), over)
+        return op.expand(h_MR * scale_M[:, None], b, y_MF, slot_M, first, interpret=interpret).reshape(y_BTF.shape)
+
+    args = x, y, bucket.factors["a"], bucket.factors["b"], bucket.scale, bucket.slots, layer
+    of_x, of_y = (rows, None, inward), (rows, None, outward)
+    specs = of_x, of_y, (None, None, None, inward), (None, None, None, outward), (None,), (rows,), ()
+    return sharding.over_devices(local, args, specs, of_y)

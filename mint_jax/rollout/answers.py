@@ -1,0 +1,52 @@
+"""From what was drawn and read to what is answered."""
+
+from typing import Any
+
+from mint_jax.models.paged import PAGE
+from mint_jax.rollout.request import Completion
+from mint_jax.rollout.schedule import Prompt, Sample
+
+
+def completion(sample: Sample) -> Completion:
+    """What is said of a sample that has ended."""
+    n, request, prompt = len(sample.tokens), sample.prompt.request, sample.prompt
+    return Completion(
+        sample.tokens,
+        sample.logprobs[:n],
+        sample.drawn_logprobs[:n],
+        sample.finish or "",
+        sample.text,
+        routes=sample.routes,
+        prompt_routes=prompt.routes,
+        revision=request.revision,
+        top_logprobs=sample.top[:n] if request.top_logprobs else None,
+        reused=prompt.reused or 0,
+        **_scores(prompt),
+    )
+
+
+def _scores(prompt: Prompt) -> dict[str, Any]:
+    """What was asked of the prompt's places, by the names of ``Completion``."""
+    request, first = prompt.request, prompt.request.first_scored
+    if first is None:
+        return {}
+    # By place: log-probabilities of the targets, ids and log-probabilities of the likeliest, those of the drawn.
+    places: list[Any] = [None] * first
+    if prompt.scores:
+        told = [place for i in sorted(prompt.scores) for place in zip(*prompt.scores[i])]
+        places += told[first - min(prompt.scores) * PAGE :]
+    else:  # it was cancelled before, or there is nothing to score
+        places += [None] * (prompt.length - first)
+    out: dict[str, Any] = {}
+    if request.prompt_logprobs:
+        out["prompt_logprobs"] = [float("nan") if place is None else place[0][0] for place in places]
+    if k := request.top_prompt_logprobs:
+        out["top_prompt_logprobs"] = [[] if place is None else list(zip(place[1][:k], place[2][:k])) for place in places]
+    if (targets := request.target_prompt_logprobs) is not None:
+        pairs = zip(places, targets, strict=True)
+        out["target_prompt_logprobs"] = [
+            [] if place is None else [0.0 if i < 0 else p for i, p in zip(ids, place[0][1:])] for place, ids in pairs
+        ]
+    if k := request.prompt_alternatives:
+        out["prompt_alternatives"] = [[] if place is None else list(zip(place[3][:k], place[4][:k])) for place in places]
+    return out

@@ -1,0 +1,357 @@
+"""The engine's device part: a cache in pages, prefill of blocks of prompts, decoding of rows, and pages to and from the host.
+
+Every program is a pure function of the parameters, the adapters' stacks, the pool and a *plan*: a record of small arrays that says all
+the rest, which rows there are, where their pages lie, which adapter each names, how far it may go. What a plan says is data: the
+shapes of programs are numbers of rows and of prefill blocks alone, so that no mixture of requests compiles anything.
+
+A prompt's tokens but the last are prefilled in blocks of PAGE tokens, one page each, as many blocks at once as the program has, of any
+prompts; every block reads the pages before it, those that the same call wrote among them. The last token of a prompt is the
+first one that decoding reads: prefill computes no logits, and all samples of a prompt, however many, start alike.
+
+Axes: R rows, C blocks of prefill, D table entries, U pages, K steps of a dispatch, V vocab, n stop ids or biases, A alternatives.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from mint_jax import sharding
+from mint_jax.lora.tree import Stacks, name_slots
+from mint_jax.models import paged
+from mint_jax.models.attention import split, unsplit
+from mint_jax.models.config import ModelConfig
+from mint_jax.models.paged import PAGE, Teams, View
+from mint_jax.models.precision import as_stored
+from mint_jax.models.transformer import Inputs, cache_heads, cache_specs, hidden_states, logits
+from mint_jax.rollout.sample import Penalties, SamplingParams, alternatives, penalised, sample
+
+STEPS = 16  # tokens that a row draws in one dispatch at most: between two dispatches the host learns what was drawn
+SCORE_PARTS = 4  # a prompt's logits are computed in so many slices of its positions: all are 310 MB of 16 blocks and 152k tokens
+ALTERNATIVES = 20  # tokens whose log-probabilities are told at each place at most, as many as OpenAI's API tells
+
+Pool = dict[str, Any]  # {"tokens": [1, U, PAGE, 1] int32, "dense": {"k": [L, U, K, PAGE, H], "v": ...}, ...}
+
+
+class Blocks(NamedTuple):
+    """The plan of a prefill.
+
+    Attributes:
+        tokens: ``[C, PAGE]`` int32; what stands behind a prompt's end is never seen.
+        start: ``[C]`` the position of each block's first token, a multiple of PAGE.
+        page: ``[C]`` where it goes; a page that is not there for a block that is none.
+        table: ``[C, D]`` the prompt's pages.
+        slots: by rank bucket ``[C]`` slot of the adapter; -1 none.
+        asked: what is to be told of the tokens that may stand behind each one; None for blocks that are only written.
+    """
+
+    tokens: jax.Array
+    start: jax.Array
+    page: jax.Array
+    table: jax.Array
+    slots: dict[int, jax.Array]
+    asked: "Asked | None" = None
+
+
+class Asked(NamedTuple):
+    """What is to be told of a prefill's places.
+
+    Attributes:
+        targets: ``[C, PAGE, 1 + A]`` int32: the token that stands behind, and others; what is told of ids of -1 means nothing.
+        draws: ``[C]`` int32, how many tokens are to be drawn at each place, at most A.
+        seed: ``[C]`` uint32 of these draws.
+    """
+
+    targets: jax.Array
+    draws: jax.Array
+    seed: jax.Array
+
+
+class Scores(NamedTuple):
+    """Log-probabilities of tokens behind those of a prefill, under the model itself.
+
+    Attributes:
+        logprobs: ``[C, PAGE, 1 + A]`` float32, of the targets.
+        top_ids, top_logprobs: ``[C, PAGE, A]`` of the likeliest tokens at each place, the likeliest first.
+        drawn_ids, drawn_logprobs: ``[C, PAGE, A]`` of the tokens that were drawn there.
+    """
+
+    logprobs: jax.Array
+    top_ids: jax.Array
+    top_logprobs: jax.Array
+    drawn_ids: jax.Array
+    drawn_logprobs: jax.Array
+
+
+class Rows(NamedTuple):
+    """The plan of some steps of decoding.
+
+    Attributes:
+        token: ``[R]`` int32, what each row reads first.
+        table: ``[R, D]`` pages: the prefix's, from a new run on the row's own.
+        prefix, own: ``[R]`` tokens that are cached of each part; position and number of the next draw follow from them.
+        first: ``[R]`` the first run that the row reads itself; beyond its prefix for one in a team.
+        until: ``[R]`` how many own tokens the row's pages and this dispatch allow; rows that are none have 0.
+        limit: ``[R]`` how many it may have at all.
+        stop_ids: ``[R, n]`` padded with -1.
+        top: ``[R]`` bool, who wants alternatives.
+        allowed: ``[R, ceil(V / 32)]`` uint32, a bit for each token that may come next, for ``bound`` rows.
+        bound: ``[R]`` bool, whose next token a grammar binds; such a row draws one token a dispatch.
+        slots: as in ``Blocks``.
+        sampling: see ``rollout.sample``.
+        teams: rows that read their prompt together.
+    """
+
+    token: jax.Array
+    table: jax.Array
+    prefix: jax.Array
+    own: jax.Array
+    first: jax.Array
+    until: jax.Array
+    limit: jax.Array
+    stop_ids: jax.Array
+    top: jax.Array
+    allowed: jax.Array
+    bound: jax.Array
+    slots: dict[int, jax.Array]
+    sampling: SamplingParams
+    teams: Teams
+
+
+class Drawn(NamedTuple):
+    """What a dispatch drew.
+
+    Attributes:
+        tokens, logprobs, drawn_logprobs: ``[R, K]``; see ``rollout.sample``.
+        count: ``[R]`` how many of each row's are there.
+        stopped: ``[R]`` bool: the last is a stop id.
+        top_ids, top_logprobs: ``[R, K, A]``, where a row wants them.
+    """
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    drawn_logprobs: jax.Array
+    count: jax.Array
+    stopped: jax.Array
+    top_ids: jax.Array
+    top_logprobs: jax.Array
+
+
+def lanes(mesh: Mesh) -> int:
+    """Of what the widths of a pool's keys are multiples.
+
+    A TPU keeps arrays whose last dimension is none of 128 by their pages, and turns the whole pool at each call: for heads of 64, two
+    copies of twice its bytes.
+    """
+    return 128 if mesh.devices.flat[0].platform == "tpu" else 1
+
+
+def pool_specs(cfg: ModelConfig, pages: int, dtype: Any, routes: bool, lanes: int = 1) -> Any:
+    """Shapes of a pool of ``pages`` pages; see ``transformer.cache_specs``, whose widths are rounded up to ``lanes``."""
+
+    def of(x: Any) -> Any:
+        wide = lanes if jnp.issubdtype(x.dtype, jnp.floating) else 1
+        return jax.ShapeDtypeStruct((*x.shape[:-1], -(-x.shape[-1] // wide) * wide), x.dtype)
+
+    return {"tokens": jax.ShapeDtypeStruct((1, pages, PAGE, 1), jnp.int32)} | jax.tree.map(of, cache_specs(cfg, pages, dtype, routes))
+
+
+def page_bytes(cfg: ModelConfig, dtype: Any, routes: bool, lanes: int = 1) -> int:
+    """Bytes of one page in all layers."""
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(pool_specs(cfg, 1, jnp.dtype(dtype), routes, lanes)))
+
+
+def pool_shardings(cfg: ModelConfig, specs: Any, mesh: Mesh) -> Any:
+    """Where each part of a pool is: pages with the rows that they belong to, heads of keys as the projections are."""
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        rows, heads = sharding.cache_axes(cache_heads(cfg))
+
+    def of(leaf: Any) -> NamedSharding:
+        return NamedSharding(mesh, sharding.partition((None, rows, *((heads,) if leaf.ndim == 5 else ()), None, None), mesh))
+
+    return jax.tree.map(of, specs)
+
+
+def empty_pool(cfg: ModelConfig, mesh: Mesh, pages: int, dtype: Any, routes: bool = False) -> Pool:
+    """A pool of ``pages`` pages on each of the mesh's parts (``page_parts``)."""
+    specs = pool_specs(cfg, pages * page_parts(cfg, mesh), dtype, routes, lanes(mesh))
+    make = jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), specs), out_shardings=pool_shardings(cfg, specs, mesh))
+    with jax.set_mesh(mesh):
+        return make()
+
+
+def page_parts(cfg: ModelConfig, mesh: Mesh) -> int:
+    """Into how many parts the mesh splits rows and pages: a row's pages are those of its part."""
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        return sharding.ways(sharding.cache_axes(cache_heads(cfg))[0], mesh)
+
+
+@functools.partial(jax.jit, static_argnames=("cfg",), donate_argnames=("pool",))
+@as_stored
+def prefill(params: Any, stacks: Stacks, pool: Pool, blocks: Blocks, *, cfg: ModelConfig) -> tuple[Pool, Scores | None]:
+    """Writes blocks of prompts into their pages; tells what is asked of them."""
+    C, T = blocks.tokens.shape
+    chex.assert_shape([blocks.start, blocks.page], (C,))
+    positions = blocks.start[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
+    none = jnp.zeros((C,), jnp.int32)
+    view = View(blocks.table, blocks.start, none, none, blocks.page)
+    lora = name_slots(stacks, blocks.slots, cfg.kernels.slot_lora)
+    inputs = Inputs(blocks.tokens, positions, pool=pool, view=view)
+    h, kept = hidden_states(params, lora, inputs, cfg)
+    kept["tokens"] = _write_tokens(pool["tokens"], blocks.tokens, view, cfg)
+    if (asked := blocks.asked) is None:
+        return kept, None
+
+    def some(part: tuple[jax.Array, jax.Array, jax.Array]) -> Scores:
+        h_CTD, targets_CTK, positions_CT = part
+        logp_CTV = jax.nn.log_softmax(logits(params, lora, h_CTD), axis=-1)
+        told = jnp.take_along_axis(logp_CTV, jnp.maximum(targets_CTK, 0), axis=-1)
+        top, ids = jax.lax.top_k(logp_CTV, min(ALTERNATIVES, cfg.vocab_size))
+        return Scores(told, ids, top, *_draws(logp_CTV, positions_CT, asked))
+
+    parts = jax.lax.map(some, tuple(split(x, SCORE_PARTS, 1) for x in (h, asked.targets, positions)))
+    return kept, Scores(*(unsplit(x, 1) for x in parts))
+
+
+def _draws(logp_CTV: jax.Array, positions_CT: jax.Array, asked: Asked) -> tuple[jax.Array, jax.Array]:
+    """Tokens drawn at each place, ``[C, T, A]``, at temperature 1, and their log-probabilities."""
+    C, T, V = logp_CTV.shape
+    one, nothing = jnp.ones((C * T,), jnp.float32), jnp.zeros((C * T,), jnp.float32)
+    params = SamplingParams(one, jnp.zeros((C * T,), jnp.int32), one, nothing, jnp.repeat(asked.seed, T))
+    z_NV, first_N = logp_CTV.reshape(C * T, V), positions_CT.reshape(-1) * ALTERNATIVES
+
+    def draw(j: jax.Array, drawn: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        ids, logprobs, _ = sample(z_NV, params, first_N + j)
+        return drawn[0].at[:, j].set(ids), drawn[1].at[:, j].set(logprobs)
+
+    none = jnp.zeros((C * T, ALTERNATIVES), jnp.int32), jnp.zeros((C * T, ALTERNATIVES), jnp.float32)
+    ids, logprobs = jax.lax.fori_loop(0, jnp.minimum(jnp.max(asked.draws), ALTERNATIVES), draw, none)
+    return ids.reshape(C, T, -1), logprobs.reshape(C, T, -1)
+
+
+def _write_tokens(pool: jax.Array, tokens_BT: jax.Array, view: View, cfg: ModelConfig) -> jax.Array:
+    return paged.record(pool, tokens_BT[..., None], paged.Cache({}, jnp.int32(0), view), cache_heads(cfg))
+
+
+class _State(NamedTuple):
+    """What changes from step to step; ``live`` rows go on."""
+
+    step: jax.Array
+    pool: Pool
+    token: jax.Array
+    own: jax.Array
+    live: jax.Array
+    drawn: Drawn
+
+
+@functools.partial(jax.jit, static_argnames=("cfg",), donate_argnames=("pool",))
+@as_stored
+def decode(params: Any, stacks: Stacks, pool: Pool, rows: Rows, steps: jax.Array, *, cfg: ModelConfig) -> tuple[Pool, Drawn]:
+    """Draws up to ``steps`` tokens of every row, at most STEPS; ends early when no row may go on."""
+    R, A = rows.token.shape[0], min(ALTERNATIVES, cfg.vocab_size)
+    lora = name_slots(stacks, rows.slots, cfg.kernels.slot_lora)
+    runs_of_prefix = -(-rows.prefix // paged.RUN)
+    nowhere = jax.tree.leaves(pool["tokens"])[0].shape[1]  # a page that no device has
+
+    def view_of(own: jax.Array, live: jax.Array) -> View:
+        entry = runs_of_prefix * paged.RUN_PAGES + own // PAGE
+        page = jnp.take_along_axis(rows.table, jnp.minimum(entry, rows.table.shape[1] - 1)[:, None], axis=1)[:, 0]
+        return View(rows.table, rows.prefix, own, rows.first, jnp.where(live, page, nowhere), own % PAGE, rows.teams)
+
+    def body(s: _State) -> _State:
+        view = view_of(s.own, s.live)
+        inputs = Inputs(s.token[:, None], (rows.prefix + s.own)[:, None], pool=s.pool, view=view)
+        h, kept = hidden_states(params, lora, inputs, cfg)
+        kept["tokens"] = _write_tokens(s.pool["tokens"], s.token[:, None], view, cfg)
+        z_RV = sharding.constrain(logits(params, lora, h)[:, 0], "batch", "vocab")
+        changed = _penalised(z_RV, rows.sampling, kept["tokens"], view, cfg)
+        changed = jax.lax.cond(jnp.any(rows.bound), lambda z: _allowed(z, rows), lambda z: z, changed)
+        token, logprob, drawn_logprob = sample(z_RV, rows.sampling, s.own, changed)
+        wanted = rows.top & s.live
+        none = jnp.zeros((R, A), jnp.int32), jnp.zeros((R, A), jnp.float32)
+        top = jax.lax.cond(jnp.any(wanted), lambda: alternatives(z_RV, A), lambda: none)
+
+        def put(all_: jax.Array, one: jax.Array) -> jax.Array:
+            return all_.at[:, s.step].set(jnp.where(s.live.reshape(R, *(1,) * (one.ndim - 1)), one, all_[:, s.step]))
+
+        hit = jnp.any(token[:, None] == rows.stop_ids, axis=-1) & s.live
+        own = s.own + s.live
+        d = s.drawn
+        drawn = Drawn(
+            put(d.tokens, token),
+            put(d.logprobs, logprob),
+            put(d.drawn_logprobs, drawn_logprob),
+            d.count + s.live,
+            d.stopped | hit,
+            put(d.top_ids, top[0]),
+            put(d.top_logprobs, top[1]),
+        )
+        live = s.live & ~hit & (own < jnp.minimum(rows.limit, rows.until))
+        return _State(s.step + 1, kept, jnp.where(s.live, token, s.token), own, live, drawn)
+
+    def zeros(dtype: Any, *more: int) -> jax.Array:
+        return jnp.zeros((R, STEPS, *more), dtype)
+
+    f32, i32 = jnp.float32, jnp.int32
+    drawn = Drawn(zeros(i32), zeros(f32), zeros(f32), jnp.zeros((R,), i32), jnp.zeros((R,), bool), zeros(i32, A), zeros(f32, A))
+    state = _State(jnp.int32(0), pool, rows.token, rows.own, rows.own < jnp.minimum(rows.limit, rows.until), drawn)
+    until = jnp.minimum(steps, STEPS)
+    state = jax.lax.while_loop(lambda s: (s.step < until) & jnp.any(s.live), body, state)
+    return state.pool, state.drawn
+
+
+def _allowed(z_RV: jax.Array, rows: Rows) -> jax.Array:
+    token = jnp.arange(z_RV.shape[1])
+    may = (rows.allowed[:, token // 32] >> (token % 32).astype(jnp.uint32)[None]) & 1
+    return jnp.where((may == 1) | ~rows.bound[:, None], z_RV, -jnp.inf)
+
+
+def _penalised(z_RV: jax.Array, sampling: SamplingParams, tokens: jax.Array, view: View, cfg: ModelConfig) -> jax.Array:
+    """The logits with what penalties and biases make of them; the tokens so far stand in the pages."""
+    penalties = sampling.penalties
+    assert penalties is not None
+    rows, _ = sharding.cache_axes(cache_heads(cfg))
+
+    def local(z_RV: jax.Array, penalties: Penalties, tokens: jax.Array, view: View) -> jax.Array:
+        ids = tokens[0, view.table].reshape(len(z_RV), -1)  # [R, D PAGE]
+        place = jnp.arange(view.capacity)[None]
+        own = place - (-(-view.prefix // paged.RUN) * paged.RUN)[:, None]  # the first own token is the prompt's last
+        prompt = (place < view.prefix[:, None]) | (own == 0)
+        return penalised(z_RV, penalties, ids, prompt, (own > 0) & (own <= view.own[:, None]))
+
+    def changed() -> jax.Array:
+        # Where the row's pages are: over a pod the tokens of long contexts are more than the logits.
+        specs = (rows, None), (rows, None), (None, rows, None, None), (rows, None)
+        out = sharding.over_devices(local, (z_RV, penalties, tokens, view), specs, (rows, None))
+        return sharding.constrain(out, "batch", "vocab")
+
+    any_ = jnp.any(penalties.repetition != 1) | jnp.any(penalties.frequency != 0) | jnp.any(penalties.presence != 0)
+    return jax.lax.cond(any_ | jnp.any(penalties.bias_ids >= 0), changed, lambda: z_RV)
+
+
+@functools.partial(jax.jit, static_argnames=("cfg",))
+def read_pages(pool: Pool, pages: jax.Array, *, cfg: ModelConfig) -> Pool:
+    """The contents of pages, ``[L, n, ...]``; ``pages [n]`` int32, equally many of each part of the mesh."""
+    rows, heads = sharding.cache_axes(cache_heads(cfg))
+    specs = jax.tree.map(lambda x: _axes(x, rows, heads), pool)
+    return sharding.over_devices(lambda pool, pages: jax.tree.map(lambda x: x[:, pages], pool), (pool, pages), (specs, (rows,)), specs)
+
+
+@functools.partial(jax.jit, static_argnames=("cfg",), donate_argnames=("pool",))
+def write_pages(pool: Pool, pages: jax.Array, contents: Pool, *, cfg: ModelConfig) -> Pool:
+    """Puts contents back, into any pages; one that is not there is none."""
+    rows, heads = sharding.cache_axes(cache_heads(cfg))
+    specs = jax.tree.map(lambda x: _axes(x, rows, heads), pool)
+
+    def put(pool: Pool, pages: jax.Array, contents: Pool) -> Pool:
+        return jax.tree.map(lambda x, new: x.at[:, pages].set(new, mode="drop"), pool, contents)
+
+    return sharding.over_devices(put, (pool, pages, contents), (specs, (rows,), specs), specs)
+
+
+def _axes(leaf: jax.Array, rows: str, heads: str | None) -> tuple[str | None, ...]:
+    return None, rows, *((heads,) if leaf.ndim == 5 else ()), None, None

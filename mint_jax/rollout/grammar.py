@@ -1,0 +1,109 @@
+"""Completions that follow a JSON schema, a regular expression or a list of choices: which tokens may come next.
+
+``llguidance`` (Rust) computes the mask on the host in tens of microseconds a token, so a batch with such a row decodes one token a
+dispatch; what other rows draw is the same, bit for bit, as a dispatch's steps are never more than data.
+"""
+
+import json
+import threading
+from collections import OrderedDict
+from typing import Any
+
+import llguidance
+import llguidance.numpy
+import numpy as np
+
+from mint_jax.errors import UserError
+from mint_jax.models.base import Base
+from mint_jax.rollout.request import Request
+
+# JSON as ``json.dumps`` writes it: where white space is free, a model at a high temperature may write nothing else. A schema that has
+# this key says itself how it is.
+LAYOUT = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+KEPT = 256  # grammars that are compiled once for all requests that name them
+
+Matcher = Any  # llguidance.LLMatcher
+
+
+def grammar_of(request: Request) -> tuple[str, str] | None:
+    """What kind of grammar a request has, and its text; None without one.
+
+    Raises:
+        UserError: more than one.
+    """
+    choice = None if request.choice is None else json.dumps(request.choice)
+    given = {"json_schema": request.json_schema, "regex": request.regex, "choice": choice}
+    named = [(kind, text) for kind, text in given.items() if text is not None]
+    if len(named) > 1:
+        raise UserError(f"a request has {' and '.join(kind for kind, _ in named)}: give one of them")
+    return named[0] if named else None
+
+
+class Grammars:
+    """The grammars over one base's tokens."""
+
+    def __init__(self, base: Base):
+        self._base = base
+        self._tokenizer: Any = None
+        self._compiled: OrderedDict[tuple[str, str], Matcher] = OrderedDict()
+        self._lock = threading.Lock()  # requests are checked in the threads of those who ask
+
+    def matcher(self, request: Request) -> Matcher | None:
+        """A new matcher at its beginning; None for a request without a grammar.
+
+        Raises:
+            UserError: a grammar that means nothing, or a base without a tokenizer.
+        """
+        named = grammar_of(request)
+        if named is None:
+            return None
+        with self._lock:
+            if named not in self._compiled:
+                self._compiled[named] = self._compile(*named)
+                if len(self._compiled) > KEPT:
+                    self._compiled.popitem(last=False)
+            self._compiled.move_to_end(named)
+            return self._compiled[named].deep_copy()
+
+    def _compile(self, kind: str, text: str) -> Matcher:
+        tokenizer = self._base.need_tokenizer()
+        if self._tokenizer is None:
+            end = tokenizer.eos_id
+            if end is None:
+                raise UserError(f"{kind} needs an end token, and the tokenizer in {self._base.directory} names none")
+            source = (self._base.directory / "tokenizer.json").read_text()
+            self._tokenizer = llguidance.LLTokenizer(source, n_vocab=self._base.cfg.vocab_size, eos_token=end)
+        try:
+            matcher = llguidance.LLMatcher(self._tokenizer, _grammar(kind, text))
+            error = matcher.get_error()
+        except ValueError as failure:
+            error = str(failure)
+        if error:
+            raise UserError(f"{kind} {text[:200]!r} is no grammar: {error.strip().splitlines()[0]}")
+        return matcher
+
+
+def _grammar(kind: str, text: str) -> str:
+    if kind == "json_schema":
+        schema = json.loads(text)
+        if isinstance(schema, dict):
+            schema = LAYOUT | schema
+        return llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema))
+    if kind == "regex":
+        return llguidance.LLMatcher.grammar_from_regex(text)
+    choices = json.loads(text)
+    if not choices or not all(isinstance(choice, str) and choice for choice in choices):
+        raise ValueError("expected texts, at least one, none of them empty")
+    return llguidance.LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, choices)))
+
+
+def words(vocab: int) -> int:
+    """32-bit words of a mask over the vocabulary."""
+    return -(-vocab // 32)
+
+
+def mask_of(matcher: Matcher, vocab: int) -> np.ndarray:
+    """Which tokens may come next: ``[words]`` uint32, token i at bit ``i % 32`` of word ``i // 32``."""
+    out = llguidance.numpy.allocate_token_bitmask(1, vocab)
+    llguidance.numpy.fill_next_token_bitmask(matcher, out, 0)
+    return out[0].view(np.uint32)

@@ -1,0 +1,157 @@
+"""From who runs next to the small arrays that say so to the device.
+
+Rows and blocks of each part of a mesh stand together, and numbers of pages and rows count within a part.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mint_jax.lora.tree import Slot
+from mint_jax.models.paged import PAGE, RUN, TEAM, Teams
+from mint_jax.rollout.device import ALTERNATIVES, Asked, Blocks, Rows
+from mint_jax.rollout.grammar import mask_of, words
+from mint_jax.rollout.request import MAX_BIASES, MAX_STOP_IDS, Request, seed_of
+from mint_jax.rollout.sample import Penalties, SamplingParams
+from mint_jax.rollout.schedule import Prompt, Sample
+
+NOWHERE = 2**30  # a page that no device has
+
+
+def blocks_plan(
+    todo: Sequence[Sequence[tuple[Prompt, int]]], count: int, table: int, buckets: Iterable[int], scored: bool = False
+) -> Blocks:
+    """The plan of a prefill.
+
+    Args:
+        todo: of each part its blocks, as prompt and number.
+        count: blocks that the program has, of all parts.
+        table: entries of a table.
+        buckets: rank buckets that are resident.
+        scored: whether these are blocks whose places are asked about.
+    """
+    tokens, targets = np.zeros((count, PAGE), np.int32), np.full((count, PAGE, 1 + ALTERNATIVES), -1, np.int32)
+    draws, seed = np.zeros(count, np.int32), np.zeros(count, np.uint32)
+    start, page = np.zeros(count, np.int32), np.full(count, NOWHERE, np.int32)
+    tables = np.zeros((count, table), np.int32)
+    adapters: list[Slot | None] = [None] * count
+    for part, blocks in enumerate(todo):
+        for k, (prompt, i) in enumerate(blocks):
+            c = part * (count // len(todo)) + k
+            block = prompt.blocks[i]
+            tokens[c, : len(block.tokens)] = block.tokens
+            behind, at = prompt.request.prompt[1:], i * PAGE
+            targets[c, : len(block.tokens), 0] = behind[at : at + len(block.tokens)]
+            for t, ids in enumerate((prompt.request.target_prompt_logprobs or ())[at : at + PAGE]):
+                targets[c, t, 1 : 1 + len(ids)] = ids
+            draws[c], seed[c] = prompt.request.prompt_alternatives, seed_of(prompt.request.seed, -1)
+            start[c], page[c] = i * PAGE, block.page
+            pages = [b.page for b in prompt.blocks[:i]]
+            tables[c, : len(pages)] = pages
+            adapters[c] = prompt.request.adapter
+    asked: Any = Asked(targets, draws, seed) if scored else None  # type: ignore[arg-type]
+    return Blocks(tokens, start, page, tables, _slots(adapters, buckets), asked)  # type: ignore[arg-type]
+
+
+def rows_plan(
+    running: Sequence[tuple[Sample, int]], rows: int, parts: int, table: int, vocab: int, buckets: Iterable[int]
+) -> tuple[Rows, list[int]]:
+    """The plan of some steps, and the row of each sample.
+
+    Args:
+        running: samples, and how many own tokens each may reach.
+        rows: rows that the program has, of all parts.
+    """
+    samples: list[Sample | None] = [None] * rows
+    until, limit = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
+    tables = np.zeros((rows, table), np.int32)
+    used, places = [0] * parts, []
+    for sample, goal in running:
+        part = sample.prompt.part
+        r = part * (rows // parts) + used[part]
+        used[part] += 1
+        places.append(r)
+        samples[r], until[r], limit[r] = sample, goal, sample.limit
+        pages = sample.table()
+        tables[r, : len(pages)] = pages
+
+    def column(dtype: type, of: Any) -> Any:
+        return np.array([0 if s is None else of(s) for s in samples], dtype)
+
+    prefix = column(np.int32, lambda s: s.prompt.length)
+    allowed = np.zeros((rows, words(vocab)), np.uint32)
+    for r, sample in enumerate(samples):
+        if sample is not None and sample.matcher is not None:
+            allowed[r] = mask_of(sample.matcher, vocab)
+    teams = _teams(samples, rows // parts, tables)
+    plan = Rows(
+        token=column(np.int32, lambda s: s.tokens[-1] if s.tokens else s.prompt.request.prompt[-1]),
+        table=tables,  # type: ignore[arg-type]
+        prefix=prefix,
+        own=column(np.int32, lambda s: s.own),
+        first=np.where(np.asarray(teams.place) >= 0, -(-prefix // RUN), 0).astype(np.int32),  # type: ignore[arg-type]
+        until=until,  # type: ignore[arg-type]
+        limit=limit,  # type: ignore[arg-type]
+        stop_ids=_padded((() if s is None else s.prompt.request.stop_ids for s in samples), MAX_STOP_IDS, -1, np.int32),  # type: ignore[arg-type]
+        top=column(bool, lambda s: s.prompt.request.top_logprobs > 0),
+        allowed=allowed,  # type: ignore[arg-type]
+        bound=column(bool, lambda s: s.matcher is not None),
+        slots=_slots([None if s is None else s.prompt.request.adapter for s in samples], buckets),
+        sampling=_sampling(samples),
+        teams=teams,
+    )
+    return plan, places
+
+
+def _slots(adapters: Sequence[Slot | None], buckets: Iterable[int]) -> dict[int, Any]:
+    return {b: np.array([-1 if a is None or a.bucket != b else a.index for a in adapters], np.int32) for b in buckets}
+
+
+def _padded(lists: Iterable[Sequence[Any]], width: int, fill: Any, dtype: type) -> np.ndarray:
+    lists = list(lists)
+    out = np.full((len(lists), width), fill, dtype)
+    for row, values in enumerate(lists):
+        out[row, : len(values)] = values
+    return out
+
+
+def _teams(samples: Sequence[Sample | None], per_part: int, tables: np.ndarray) -> Teams:
+    """The teams of each part; a row's place in its team is its number among the request's samples."""
+    Z = len(samples)
+    rows, table = np.full((Z, TEAM), -1, np.int32), np.zeros_like(tables)
+    prefix, place = np.zeros(Z, np.int32), np.full(Z, -1, np.int32)
+    for begin in range(0, Z, per_part):
+        number: dict[tuple[Prompt, int], int] = {}
+        for r in range(begin, begin + per_part):
+            sample = samples[r]
+            if sample is None or sample.team is None:
+                continue
+            z = number.setdefault((sample.prompt, sample.team), len(number))
+            w = sample.number % TEAM
+            rows[begin + z, w], place[r] = r - begin, z * TEAM + w
+            pages = [block.page for block in sample.prompt.blocks]
+            table[begin + z, : len(pages)] = pages
+            prefix[begin + z] = sample.prompt.length
+    return Teams(rows, table, prefix, place)  # type: ignore[arg-type]
+
+
+def _sampling(samples: Sequence[Sample | None]) -> SamplingParams:
+    asked = [Request((0,), temperature=0) if s is None else s.prompt.request for s in samples]
+
+    def column(dtype: type, name: str) -> Any:
+        return np.array([getattr(r, name) for r in asked], dtype)
+
+    # A sample's noise follows from its request's seed and its number there, not from its place in this batch.
+    seeds = np.array([0 if s is None else seed_of(s.prompt.request.seed, s.number) for s in samples], np.uint32)
+    bias_ids = _padded(([token for token, _ in r.logit_bias] for r in asked), MAX_BIASES, -1, np.int32)
+    bias = _padded(([value for _, value in r.logit_bias] for r in asked), MAX_BIASES, 0, np.float32)
+    changes = (column(np.float32, f"{name}_penalty") for name in ("repetition", "frequency", "presence"))
+    return SamplingParams(
+        temperature=column(np.float32, "temperature"),
+        top_k=column(np.int32, "top_k"),
+        top_p=column(np.float32, "top_p"),
+        min_p=column(np.float32, "min_p"),
+        seed=seeds,  # type: ignore[arg-type]
+        penalties=Penalties(*changes, bias_ids, bias),  # type: ignore[arg-type]
+    )

@@ -1,0 +1,102 @@
+"""Which implementation of an op runs, and why not another one.
+
+Every op has a table, the best first. One that cannot serve says so before anything is computed, by a ``NotImplementedError`` with the
+reason, and the next is asked; the last serves everything. ``auto`` decides by the platform that a program is *lowered for*, inside it
+(``jax.lax.platform_dependent``): so a program compiled ahead of time for a TPU has the TPU's kernel wherever it is compiled.
+"""
+
+import collections
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+_log = logging.getLogger(__name__)
+
+fallen: collections.Counter[tuple[str, str, str]] = collections.Counter()  # (op, implementation, reason) -> times it was passed over
+
+
+class Implementation(NamedTuple):
+    """One way to compute an op.
+
+    Attributes:
+        name: for ``implementation=``.
+        platform: what it is lowered for; None is any.
+        call: of the op's arrays, with ``interpret`` where it is a kernel.
+        require: of the same arrays (or their shapes); raises ``NotImplementedError`` with the reason where it cannot serve them.
+    """
+
+    name: str
+    platform: str | None
+    call: Callable[..., Any]
+    require: Callable[..., None]
+
+
+def named(implementation: str) -> bool:
+    """Whether this is a kernel's name, which on a CPU runs in an interpreter."""
+    return implementation not in ("auto", "xla")
+
+
+def anything(*args: Any) -> None:
+    """``require`` of an implementation that serves everything."""
+
+
+def explain(table: Sequence[Implementation], *args: Any) -> list[tuple[str, str]]:
+    """Of each implementation its name, and ``serves`` or why it does not."""
+    out = []
+    for one in table:
+        try:
+            one.require(*args)
+            out.append((one.name, f"serves on {one.platform or 'any platform'}"))
+        except NotImplementedError as reason:
+            out.append((one.name, f"does not serve: {reason}"))
+    return out
+
+
+def run(op: str, table: Sequence[Implementation], implementation: str, args: Sequence[Any], interpret: Any = None, **static: Any) -> Any:
+    """The op of ``args``.
+
+    Args:
+        implementation: a name of the table, or ``auto``.
+        interpret: runs a kernel that is named in Pallas' interpreter; None: where it is lowered for a CPU.
+        static: what every implementation is given beside the arrays, and a program holds as constants.
+
+    Raises:
+        ValueError: no such implementation, or one that was named cannot serve.
+    """
+    if implementation != "auto":
+        named = [one for one in table if one.name == implementation]
+        if not named:
+            raise ValueError(f"{op} has no implementation {implementation!r}; choose one of: auto, {', '.join(one.name for one in table)}")
+        try:
+            named[0].require(*args)
+        except NotImplementedError as reason:
+            others = ", ".join(name for name, told in explain(table, *args) if told.startswith("serves"))
+            raise ValueError(f"{op} by {implementation}: {reason}; choose auto or one of: {others}") from None
+        call = functools.partial(named[0].call, **static)
+        if named[0].platform is None:
+            return call(*args)
+        if interpret is not None:
+            return call(*args, interpret=interpret)
+        on_cpu = functools.partial(call, interpret=True)
+        return jax.lax.platform_dependent(*args, cpu=on_cpu, default=functools.partial(call, interpret=False))
+    forms: dict[str, Any] = {}
+    for one in table:
+        if (one.platform or "default") in forms:
+            continue
+        try:
+            one.require(*args)
+            forms[one.platform or "default"] = functools.partial(one.call, **static)
+        except NotImplementedError as reason:
+            _passed(op, one.name, str(reason))
+    if len(forms) == 1:
+        return forms["default"](*args)
+    return jax.lax.platform_dependent(*args, **forms)
+
+
+def _passed(op: str, name: str, reason: str) -> None:
+    if not fallen[op, name, reason]:
+        _log.info("%s: %s is passed over: %s", op, name, reason)
+    fallen[op, name, reason] += 1

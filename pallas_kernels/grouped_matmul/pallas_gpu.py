@@ -1,0 +1,119 @@
+"""GPU kernel of grouped matmul: a program makes a block of columns of one tile of rows, all of the same group.
+
+Tiles begin where groups begin, so that no result depends on how many rows other groups have. Rows behind the last group have tiles too,
+which are written as zeros. Programs that follow each other share a tile's rows and a group's matrix in the second-level cache.
+
+Axes: M rows, T rows of a tile, G groups, W matrices, K in, N out, V tiles.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from pallas_kernels.schedule import tiles
+from pallas_kernels.triton import Span, columns, cost, dot, power_of_two, read, write
+
+
+class Config(NamedTuple):
+    """Sizes of blocks, powers of two from 16 on.
+
+    Attributes:
+        rows: of a tile, T.
+        columns: of a block of the result.
+        depth: of K, in one step.
+        warps: of 32 threads, of a program.
+        stages: of loads that are on their way.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int = 3
+
+
+def config(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool) -> Config:
+    """Tiles of about an average group, and loads of 96 KiB at most. Compiled for an H200 none spills registers; no GPU has timed them."""
+    exact = x.dtype == jnp.float32  # without matrix units: operands are in registers too
+    rows = power_of_two(-(-x.shape[0] // sizes.shape[0]), 64 if exact else 128)
+    wide = power_of_two(w.shape[1 if transposed else 2], 64 if exact or rows < 64 else 128)
+    deep = power_of_two(x.shape[1], 32 if exact else 128 if rows < 64 else 64)
+    return Config(rows, wide, deep, 8 if exact or rows == 128 else 4)
+
+
+def require(x: jax.Array, w: jax.Array, sizes: jax.Array, index: jax.Array | None) -> None:
+    """Whether the kernel can serve these.
+
+    Raises:
+        NotImplementedError: with the reason.
+    """
+    if x.dtype not in (jnp.bfloat16, jnp.float32):
+        raise NotImplementedError(f"rows are {x.dtype}; bfloat16 and float32 are served")
+    if w.dtype not in (jnp.bfloat16, jnp.float32, jnp.int8, jnp.float8_e4m3fn):
+        raise NotImplementedError(f"matrices are {w.dtype}; bfloat16, float32, int8 and float8_e4m3fn are served")
+    if w.dtype.itemsize == 1 and 1 << 31 <= w.size <= 1 << 32:
+        # Pallas counts elements in 32 bits up to 4 GiB of an array, and Triton takes them as signed.
+        raise NotImplementedError("matrices of one byte an element are between 2 and 4 GiB: places in them overflow")
+    if w.dtype == jnp.float8_e4m3fn and (attached := _attached()) < 8.9:
+        raise NotImplementedError(f"this GPU is of compute capability {attached}, and float8 is read from 8.9 on")  # Triton would abort
+    if not x.size or not sizes.size:
+        raise NotImplementedError("no rows or no groups")
+
+
+def _attached() -> float:
+    """The least compute capability of the GPUs that are attached; where there is none, what is compiled is for others, and unknown."""
+    try:
+        return min(float(device.compute_capability) for device in jax.local_devices(backend="cuda"))
+    except RuntimeError:
+        return float("inf")
+
+
+def _grouped_matmul(matrix: Any, first: Any, stop: Any, x: Any, w: Any, y: Any, *, transposed: bool, how: Config) -> None:
+    (K, N), blocks = (x.shape[1], y.shape[1]), pl.cdiv(y.shape[1], how.columns)
+    program = pl.program_id(0)
+    tile = jax.lax.div(program, blocks)
+    at, g = first[tile], matrix[tile]
+    rows, across = Span(at, how.rows, stop[tile]), columns(program - tile * blocks, how.columns, N)
+
+    def step(i: jax.Array, sums: jax.Array) -> jax.Array:
+        inner = columns(i, how.depth, K)
+        part = read(w, g, across, inner) if transposed else read(w, g, inner, across)
+        return sums + dot(read(x, rows, inner), part, (1, 1 if transposed else 0))
+
+    steps = (g >= 0).astype(jnp.int32) * pl.cdiv(K, how.depth)  # Pallas 0.10 makes a select between two constants one of booleans
+    write(y, jax.lax.fori_loop(0, steps, step, jnp.zeros((how.rows, how.columns), jnp.float32)), rows, across)
+
+
+def _tiles(M: int, sizes: jax.Array, index: jax.Array | None, tile: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """As ``schedule.tiles``, with a tile's matrix for its group: -1 behind the last one."""
+    index = jnp.arange(sizes.shape[0], dtype=jnp.int32) if index is None else index.astype(jnp.int32)
+    sizes = jnp.concatenate([sizes.astype(jnp.int32), M - jnp.sum(sizes, keepdims=True, dtype=jnp.int32)])
+    group_V, first_V, stop_V = tiles(M, sizes, tile, jnp.cumsum(sizes) - sizes)
+    return jnp.concatenate([index, jnp.full((1,), -1, jnp.int32)])[group_V], first_V, stop_V
+
+
+def grouped_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    sizes: jax.Array,
+    index: jax.Array | None,
+    transposed: bool,
+    how: Config | None = None,
+    interpret: Any = False,
+) -> jax.Array:
+    """See ``grouped_matmul``."""
+    M, N = x.shape[0], w.shape[1 if transposed else 2]
+    how = config(x, w, sizes, transposed) if how is None else how
+    of_tiles = _tiles(M, sizes, index, how.rows)
+    return pl.pallas_call(
+        functools.partial(_grouped_matmul, transposed=transposed, how=how),
+        grid=(of_tiles[0].shape[0] * pl.cdiv(N, how.columns),),
+        out_shape=jax.ShapeDtypeStruct((M, N), x.dtype),
+        compiler_params=triton.CompilerParams(num_warps=how.warps, num_stages=how.stages),
+        cost_estimate=cost(2 * x.size * N, x, w),
+        interpret=interpret,
+    )(*of_tiles, x, w)

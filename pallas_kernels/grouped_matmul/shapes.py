@@ -1,0 +1,41 @@
+"""Shapes of real models, for tests, tuning and benches."""
+
+from typing import NamedTuple
+
+
+class Shape(NamedTuple):
+    """One call.
+
+    Attributes:
+        rows, d_in, d_out: of the call.
+        groups: experts of one device.
+        transposed: whether matrices lie as ``[d_out, d_in]``: the rows' gradients.
+        dtype: of rows.
+        stored: of matrices.
+    """
+
+    rows: int
+    d_in: int
+    d_out: int
+    groups: int
+    transposed: bool = False
+    dtype: str = "bfloat16"
+    stored: str = "bfloat16"
+
+
+# Qwen3-30B-A3B (2048 x 768, 128 experts) and Kimi-K2 (7168 x 2048, 384 experts, of which a device of 32 has 12).
+SHAPES = (
+    Shape(512, 2048, 768, 128),
+    Shape(512, 768, 2048, 128),
+    Shape(256, 7168, 2048, 12),
+    Shape(16384, 2048, 768, 128),
+    Shape(16384, 768, 2048, 128),
+    Shape(16384, 768, 2048, 128, transposed=True),
+    Shape(16384, 2048, 768, 128, transposed=True),
+    Shape(16384, 7168, 2048, 12),
+    Shape(16384, 2048, 7168, 12, transposed=True),
+    Shape(16384, 2048, 768, 128, stored="int8"),
+    Shape(16384, 2048, 768, 128, stored="float8_e4m3fn"),
+    Shape(16384, 2048, 768, 128, dtype="float32", stored="float32"),
+    Shape(16384, 2048, 768, 128, dtype="float32", stored="bfloat16"),
+)

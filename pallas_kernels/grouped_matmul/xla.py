@@ -1,0 +1,42 @@
+"""Grouped matmul by ``jax.lax.ragged_dot``, which XLA has kernels of for TPUs alone: elsewhere it is a dense product.
+
+No group reads another's rows or matrix, though a product by 0 would hide them as long as they are finite: 0 times NaN is
+NaN. What a ragged product does with the rest of an operand is its implementation's affair (JAX's own contracts over all groups), so that
+it is given finite operands, and NaN is put where a group had others.
+
+Axes: M rows, G groups, W matrices, K in, N out.
+"""
+
+import jax
+import jax.numpy as jnp
+
+
+def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array, index: jax.Array | None, transposed: bool) -> jax.Array:
+    """See ``grouped_matmul``."""
+    # Matrices that the groups share are the base's: finite, or no policy's results are. Those that an index gives are single
+    # policies', and a ragged product may multiply another group's NaN by 0 where it only means to leave it out. So it gets
+    # finite operands, and the rows whose own matrix was not finite get their NaN back afterwards.
+    w, bad_G = (w, None) if index is None else finite(w[index])
+    w = w.astype(x.dtype)
+    w = w.swapaxes(1, 2) if transposed else w
+    y = jax.lax.ragged_dot(x, w, sizes, preferred_element_type=jnp.float32).astype(x.dtype)
+    if bad_G is not None:
+        bad_M = bad_G.at[group_of_rows(x.shape[0], sizes)].get(mode="fill", fill_value=False)
+        y = jnp.where(bad_M[:, None], jnp.full((), jnp.nan, y.dtype), y)
+    return _inside(y, sizes)
+
+
+def _inside(x_MN: jax.Array, sizes_G: jax.Array) -> jax.Array:
+    """Zero behind the last group."""
+    return jnp.where((jnp.arange(x_MN.shape[0]) < jnp.sum(sizes_G))[:, None], x_MN, jnp.zeros((), x_MN.dtype))
+
+
+def finite(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """``x`` with 0 for all that is not finite, and of each entry of its first axis whether any was."""
+    fine = jnp.isfinite(x)
+    return jnp.where(fine, x, jnp.zeros((), x.dtype)), ~jnp.all(fine, axis=tuple(range(1, x.ndim)))
+
+
+def group_of_rows(M: int, sizes_G: jax.Array) -> jax.Array:
+    """``[M]``; G for rows behind the last group."""
+    return jnp.searchsorted(jnp.cumsum(sizes_G), jnp.arange(M, dtype=sizes_G.dtype), side="right")

@@ -1,0 +1,54 @@
+"""TPU kernel of latent attention to a paged cache: that of ``paged_tpu`` with one head, whose latents are keys and values at once."""
+
+from typing import Any
+
+import jax
+
+from pallas_kernels import paged_tpu
+from pallas_kernels.paged_tpu import Config
+from pallas_kernels.partial import Partial
+
+
+def require(
+    q_latent: jax.Array,
+    q_rope: jax.Array,
+    latent: jax.Array,
+    rope: jax.Array,
+    layer: jax.Array,
+    table: jax.Array,
+    prefix: jax.Array,
+    own: jax.Array,
+    first: jax.Array,
+    chosen: jax.Array | None = None,
+) -> None:
+    """Whether ``attend`` can serve these.
+
+    Raises:
+        NotImplementedError: with the reason.
+    """
+    if chosen is not None:
+        raise NotImplementedError("which keys a query sees is chosen")
+    heads = [jax.ShapeDtypeStruct((x.shape[0], 1, *x.shape[1:]), x.dtype) for x in (q_latent, q_rope)]
+    paged_tpu.require(heads, [latent, rope], 0, q_latent.shape[2])  # type: ignore[arg-type]
+
+
+def attend(
+    q_latent: jax.Array,
+    q_rope: jax.Array,
+    latent: jax.Array,
+    rope: jax.Array,
+    layer: jax.Array,
+    table: jax.Array,
+    prefix: jax.Array,
+    own: jax.Array,
+    first: jax.Array,
+    chosen: None = None,
+    *,
+    scale: float,
+    config: Config = Config(),
+    interpret: Any = False,
+) -> Partial:
+    """See ``latent_attention``."""
+    queries, pools = [q_latent[:, None], q_rope[:, None]], [latent[:, :, None], rope[:, :, None]]
+    out = paged_tpu.attend(queries, pools, 0, q_latent.shape[2], layer, table, prefix, own, first, scale, config, interpret)
+    return Partial(*(x[:, 0] for x in out))

@@ -1,0 +1,25 @@
+"""Shapes of real models, for tests and benches."""
+
+from typing import NamedTuple
+
+
+class Shape(NamedTuple):
+    """One call: B rows of T tokens, K kv heads of G query heads, H wide keys and V wide values."""
+
+    B: int
+    K: int
+    G: int
+    T: int
+    H: int
+    V: int
+    dtype: str = "bfloat16"
+
+
+TRAIN = (
+    Shape(4, 8, 4, 4096, 128, 128),  # Qwen3-4B
+    Shape(4, 4, 8, 2048, 128, 128),  # Qwen3-30B-A3B
+    Shape(2, 3, 3, 1024, 64, 64),  # SmolLM2-135M
+    Shape(1, 8, 1, 4096, 192, 128),  # Kimi-K2, a device's heads of 64 over eight
+    Shape(1, 8, 4, 32768, 128, 128),
+    Shape(2, 4, 8, 1000, 128, 128, "float32"),
+)

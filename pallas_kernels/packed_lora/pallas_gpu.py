@@ -1,0 +1,244 @@
+"""GPU kernels of packed LoRA: a program has rows of one run alone, so that no adapter meets another's rows.
+
+Tiles begin where runs of rows with the same factor begin, and rows beyond a run are masked when they are read and written: no product has
+two adapters' operands, and no result depends on where other rows lie. Forward one program makes a tile's ``x A^T`` and adds its product
+with B to the rows, block of columns by block. Backward a first kernel does the same with A and B exchanged and keeps ``x A^T`` and
+``g B^T``, which are ``[M, R]``; the others sum a run's outer products tile by tile, in order: nothing is added to by two programs.
+
+Axes: M rows, T rows of a tile, D in, F out, R rank, K projections of the same rows, W factors, V tiles, J runs.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from pallas_kernels.packed_lora.runs import whole_runs
+from pallas_kernels.schedule import tiles
+from pallas_kernels.triton import LEAST, Span, columns, cost, dot, power_of_two, read, write
+
+MOST = 256  # rank
+
+
+class Config(NamedTuple):
+    """Sizes of blocks, powers of two from 16 on.
+
+    Attributes:
+        rows: of a tile, T.
+        depth: columns of wide arrays that one step reads.
+        sums: columns of wide arrays in a block of the factors' gradients.
+        warps: of 32 threads, of a program.
+        stages: of loads that are on their way.
+    """
+
+    rows: int
+    depth: int
+    sums: int
+    warps: int
+    stages: int = 3
+
+
+def config(x: jax.Array, a: Sequence[jax.Array]) -> Config:
+    """Tiles of about an average run, and loads of 96 KiB at most. Compiled for an H200 float32 spills up to 8 bytes, bfloat16 none."""
+    (W, R, _), K, M = a[0].shape, len(a), x.shape[0]
+    exact, R = x.dtype == jnp.float32, power_of_two(R, MOST)  # exact: without matrix units, operands are in registers too
+    most = (8192 if exact else 16384) // (K * R)  # sums of a program are 32 or 64 KiB of registers
+    rows = max(LEAST, min(power_of_two(-(-M // min(W, M)), 32 if exact else 64), most))
+    stages = 3 if R <= 64 else 2
+    depths = (64, 32, 16) if exact and rows > 16 else (128, 64, 32, 16)
+    depth = next(d for d in depths if (rows + K * R) * d * x.dtype.itemsize * stages <= 96 << 10 or d == LEAST)
+    return Config(rows, depth, max(LEAST, min(64 if exact else 128, most)), 8 if K * rows * R >= 8192 or exact else 4, stages)
+
+
+def require_add(x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array], *rest: Any) -> None:
+    """Whether ``add`` can serve these.
+
+    Raises:
+        NotImplementedError: with the reason.
+    """
+    R = a[0].shape[1]
+    if x.dtype not in (jnp.bfloat16, jnp.float32):
+        raise NotImplementedError(f"rows are {x.dtype}; bfloat16 and float32 are served")
+    if any(w.dtype not in (jnp.bfloat16, jnp.float32) for w in (*a, *b)):
+        raise NotImplementedError("factors are neither bfloat16 nor float32")
+    if any(w.shape[1] != R for w in (*a, *b)):
+        raise NotImplementedError("projections of the same rows have several ranks")
+    if R > MOST:
+        raise NotImplementedError(f"rank {R} is above {MOST}")
+    if not x.size:
+        raise NotImplementedError("no rows")
+
+
+require_backward = require_add
+
+
+def _tile(of_tiles: Sequence[Any], how: Config) -> tuple[jax.Array, Span, jax.Array]:
+    """This program's factor and rows, and whether it has any."""
+    factor, first, stop = (ref[pl.program_id(0)] for ref in of_tiles)
+    return factor, Span(first, how.rows, stop), stop > first
+
+
+def _ranks(R: int, w: jax.Array) -> Span:
+    # The start is 0, but of ``w``, not a constant: from JAX 0.12 on a constant one is refused if the block reaches beyond its array.
+    return columns(0 * w, power_of_two(R, MOST), R)
+
+
+def _shrink(x: Any, rows: Span, stacks: Sequence[Any], w: jax.Array, how: Config) -> tuple[jax.Array, ...]:
+    """``[T, R]`` float32: the rows times factor w of each stack ``[W, R, D]``."""
+    R, D = stacks[0].shape[1:]
+    ranks = _ranks(R, w)
+
+    def step(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        at = columns(i, how.depth, D)
+        part = read(x, rows, at)
+        return tuple(h + dot(part, read(one, w, ranks, at), (1, 1)) for h, one in zip(sums, stacks))
+
+    return jax.lax.fori_loop(0, pl.cdiv(D, how.depth), step, (jnp.zeros((how.rows, ranks.at.size), jnp.float32),) * len(stacks))
+
+
+def _expand(terms: Sequence[tuple[jax.Array, Any]], rows: Span, w: jax.Array, old: Any, new: Any, how: Config) -> None:
+    """``new = old + `` the sum over ``terms`` of ``h [T, R]`` times factor w of a stack ``[W, R, F]``, in these rows."""
+    R, F = terms[0][1].shape[1:]
+    ranks = _ranks(R, w)
+
+    def step(i: jax.Array, _: None) -> None:
+        at = columns(i, how.depth, F)
+        delta = functools.reduce(jnp.add, [dot(h, read(stack, w, ranks, at), (1, 0)) for h, stack in terms])
+        write(new, read(old, rows, at).astype(jnp.float32) + delta, rows, at)
+
+    jax.lax.fori_loop(0, pl.cdiv(F, how.depth), step, None)
+
+
+def _packed_lora(*refs: Any, K: int, how: Config, scaled: bool) -> None:
+    of_tiles, x, refs = refs[:3], refs[3], refs[4:]
+    scale, refs = (refs[0], refs[1:]) if scaled else (None, refs)
+    a, b, onto, out = (refs[i * K : (i + 1) * K] for i in range(4))
+    w, rows, there = _tile(of_tiles, how)
+
+    @pl.when(there)
+    def _some() -> None:
+        s = None if scale is None else triton.load(scale.at[rows.at], mask=rows.there, other=0.0)[:, None]
+        for k, h in enumerate(_shrink(x, rows, a, w, how)):
+            _expand([((h if s is None else h * s).astype(x.dtype), b[k])], rows, w, onto[k], out[k], how)
+
+
+def _tiles_of(factor: jax.Array, W: int, how: Config) -> tuple[Any, Any]:
+    """Of each tile, and of each whole run, its factor, first row and the row where the run ends."""
+    w_J, first_J, sizes_J = whole_runs(factor, W)
+    run_V, first_V, stop_V = tiles(factor.shape[0], sizes_J, how.rows, first_J)
+    return (w_J[run_V], first_V, stop_V), (w_J, first_J, first_J + sizes_J)
+
+
+def _like(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def add(
+    x: jax.Array,
+    a: Sequence[jax.Array],
+    b: Sequence[jax.Array],
+    onto: Sequence[jax.Array],
+    factor: jax.Array,
+    scale: jax.Array | None = None,
+    how: Config | None = None,
+    interpret: Any = False,
+) -> tuple[jax.Array, ...]:
+    """``onto_k + scale (x a_k^T) b_k`` of each row's factor; see ``packed_lora``."""
+    K, how = len(a), config(x, a) if how is None else how
+    of_tiles, _ = _tiles_of(factor, a[0].shape[0], how)
+    scales = [] if scale is None else [scale.astype(jnp.float32)]
+    out = pl.pallas_call(
+        functools.partial(_packed_lora, K=K, how=how, scaled=scale is not None),
+        grid=of_tiles[0].shape,
+        out_shape=[_like(y) for y in onto],
+        input_output_aliases={4 + len(scales) + 2 * K + k: k for k in range(K)},
+        compiler_params=triton.CompilerParams(num_warps=how.warps, num_stages=how.stages),
+        cost_estimate=cost(2 * x.shape[0] * sum(w.size // w.shape[0] for w in (*a, *b)), x, *a, *b, *onto, *onto),
+        interpret=interpret,
+    )(*of_tiles, x, *scales, *a, *b, *onto)
+    return tuple(out)
+
+
+def _packed_lora_rows(*refs: Any, K: int, how: Config) -> None:
+    of_tiles, x, dx_onto, refs = refs[:3], refs[3], refs[4], refs[5:]
+    g, a, b = (refs[i * K : (i + 1) * K] for i in range(3))
+    dx, outs = refs[3 * K], refs[3 * K + 1 :]
+    w, rows, there = _tile(of_tiles, how)
+    ranks = _ranks(a[0].shape[1], w)
+
+    @pl.when(there)
+    def _some() -> None:
+        for h, out in zip(_shrink(x, rows, a, w, how), outs[:K]):
+            write(out, h, rows, ranks)
+        dh = [_shrink(g_k, rows, [b_k], w, how)[0].astype(x.dtype) for g_k, b_k in zip(g, b)]
+        for one, out in zip(dh, outs[K:]):
+            write(out, one, rows, ranks)
+        _expand([*zip(dh, a)], rows, w, dx_onto, dx, how)
+
+
+def _packed_lora_factors(*refs: Any, K: int, how: Config) -> None:
+    of_runs, right, left, out = refs[:3], refs[3], refs[4 : 4 + K], refs[4 + 2 * K :]
+    R, N = out[0].shape[1:]
+    blocks = pl.cdiv(N, how.sums)
+    program = pl.program_id(0)
+    run = jax.lax.div(program, blocks)
+    w, first, stop = (ref[run] for ref in of_runs)
+    at, ranks = columns(program - run * blocks, how.sums, N), _ranks(R, w)
+
+    def step(i: jax.Array, sums: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        rows = Span(first + i * how.rows, how.rows, stop)
+        part = read(right, rows, at)
+        return tuple(total + dot(read(one, rows, ranks), part, (0, 0)) for total, one in zip(sums, left))
+
+    @pl.when(stop > first)
+    def _some() -> None:
+        steps = jax.lax.div(stop - first + (how.rows - 1), how.rows)
+        zeros = (jnp.zeros((ranks.at.size, how.sums), jnp.float32),) * K
+        for total, one in zip(jax.lax.fori_loop(0, steps, step, zeros), out):
+            write(one, total, w, ranks, at)
+
+
+def _outer(of_runs: Any, left: Sequence[jax.Array], right: jax.Array, like: Sequence[jax.Array], how: Config, interpret: Any) -> Any:
+    """Each run's sum of outer products of its rows ``[M, R]`` and ``[M, N]``, at its factor's place in zeros like ``[W, R, N]``."""
+    K = len(left)
+    return pl.pallas_call(
+        functools.partial(_packed_lora_factors, K=K, how=how),
+        grid=(of_runs[0].shape[0] * pl.cdiv(right.shape[1], how.sums),),
+        out_shape=[_like(w) for w in like],
+        input_output_aliases={4 + K + k: k for k in range(K)},
+        compiler_params=triton.CompilerParams(num_warps=how.warps, num_stages=how.stages),
+        cost_estimate=cost(2 * right.size * K * left[0].shape[1], right, *left, *like),
+        interpret=interpret,
+    )(*of_runs, right, *left, *(jnp.zeros(w.shape, w.dtype) for w in like))
+
+
+def backward(
+    x: jax.Array,
+    a: Sequence[jax.Array],
+    b: Sequence[jax.Array],
+    g: Sequence[jax.Array],
+    dx_onto: jax.Array,
+    factor: jax.Array,
+    how: Config | None = None,
+    interpret: Any = False,
+) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    """Gradients of ``add``: of x, added to ``dx_onto [M, D]``, and of the factors, zeros where no row names them."""
+    K, (W, R, _), how = len(a), a[0].shape, config(x, a) if how is None else how
+    of_tiles, of_runs = _tiles_of(factor, W, how)
+    narrow = jax.ShapeDtypeStruct((x.shape[0], R), x.dtype)
+    dx, *inner = pl.pallas_call(
+        functools.partial(_packed_lora_rows, K=K, how=how),
+        grid=of_tiles[0].shape,
+        out_shape=[_like(dx_onto), *[narrow] * (2 * K)],
+        input_output_aliases={4: 0},
+        compiler_params=triton.CompilerParams(num_warps=how.warps, num_stages=how.stages),
+        cost_estimate=cost(2 * x.shape[0] * sum(w.size // W for w in (*a, *a, *b)), x, *g, *a, *b, dx_onto, dx_onto),
+        interpret=interpret,
+    )(*of_tiles, x, dx_onto, *g, *a, *b)
+    da = _outer(of_runs, inner[K:], x, a, how, interpret)
+    db = [_outer(of_runs, [h], g_k, [b_k], how, interpret)[0] for h, g_k, b_k in zip(inner, g, b)]
+    return dx, tuple(da), tuple(db)

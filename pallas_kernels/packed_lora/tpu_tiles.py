@@ -1,0 +1,281 @@
+"""What the TPU kernels of packed LoRA do with one tile of rows and one chunk of its adapters; see ``pallas_tpu``.
+
+Axes: T rows of a tile, D in, F out, R rank, C adapters of a chunk.
+"""
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import cost
+from pallas_kernels.products import dot
+
+LANES = 128
+ZEROS = 16  # rows of zeros in products that show what is not finite; as many as a tile of bfloat16 has
+
+VMEM_LIMIT = 56 << 20  # of 64 MiB a core on a TPU7x, the smallest
+ROOM = 54 << 20  # of it by our own count: what needed 51 MiB compiled for all chips, what needed 55 did not for a TPU7x
+
+# No copy leaves its array, for numbers beyond a stack are its last one's: the compiler's check of each one's ends was 57 of the 77
+# bundles that start an adapter's copies (v5e's static schedule, gate and up of Qwen3-30B-A3B).
+PARAMS = pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_bytes=VMEM_LIMIT, disable_bounds_checks=True)
+
+
+class Config(NamedTuple):
+    """Sizes of tiles, chosen once and outside of a trace.
+
+    Attributes:
+        rows: of a tile; a multiple of 16.
+        columns: of wide arrays that one product makes or reads at once.
+    """
+
+    rows: int = 128
+    columns: int = 2048
+
+
+def require_room(scratch: Sequence[Any], blocks: Sequence[tuple[int, int, Any]], x: jax.Array) -> None:
+    """Memory of a core for the scratch, for blocks of rows, of which one is computed while another travels, and for values on the way."""
+
+    def nbytes(shape: Sequence[int], dtype: Any) -> int:
+        size = jnp.dtype(dtype).itemsize
+        *outer, rows, columns = shape
+        return math.prod(outer) * (-(-rows // (32 // size)) * (32 // size)) * (-(-columns // LANES) * LANES) * size
+
+    held = sum(nbytes(one.shape, one.dtype) for one in scratch) + 2 * sum(nbytes(block[:2], block[2]) for block in blocks)
+    values = 3 * nbytes((tile_rows(x, Config()) + ZEROS, Config().columns), jnp.float32)
+    if held + values > ROOM:
+        raise NotImplementedError(f"tiles and factors need {(held + values) >> 20} MiB of a core's memory, and {ROOM >> 20} are there")
+
+
+def require(x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array]) -> None:
+    """What both kernels need.
+
+    Raises:
+        NotImplementedError: with the reason.
+    """
+    D, R = x.shape[1], a[0].shape[1]
+    if x.dtype not in (jnp.bfloat16, jnp.float32):
+        raise NotImplementedError(f"rows are {x.dtype}; bfloat16 and float32 are served")
+    if any(w.dtype != a[0].dtype for w in (*a, *b)) or a[0].dtype not in (jnp.bfloat16, jnp.float32):
+        raise NotImplementedError("factors are of several dtypes, or of one that is neither bfloat16 nor float32")
+    if any(w.shape[1] != R for w in (*a, *b)):
+        raise NotImplementedError("projections of the same rows have several ranks")
+    if R == 1 and a[0].dtype == jnp.bfloat16:
+        # XLA keeps these with W in the place of the rank; a kernel's operand would be a copy of the whole stack, in every call.
+        raise NotImplementedError("rank 1 in bfloat16 would be copied whole")
+    if R & (R - 1) and R < LANES:
+        raise NotImplementedError(f"rank {R} is no power of two")
+    if R > LANES and R % LANES:
+        raise NotImplementedError(f"rank {R} is above {LANES} and no multiple of it")
+    if wrong := [n for n in (D, *(w.shape[2] for w in b)) if n % LANES]:
+        raise NotImplementedError(f"width {wrong[0]} is no multiple of {LANES}")
+
+
+def tile_rows(x: jax.Array, config: Config) -> int:
+    return min(config.rows, -(-x.shape[0] // 16) * 16)
+
+
+def chunk_size(R: int) -> int:
+    return max(1, LANES // R)
+
+
+def row_specs(tile: int, wide: Sequence[int]) -> list[Any]:
+    return [pl.BlockSpec((tile, n), lambda t: (t, 0)) for n in wide]
+
+
+def meta_specs(tile: int, meta: jax.Array) -> list[Any]:
+    per_tile = lambda t: (t, 0, 0)  # noqa: E731
+    return [
+        pl.BlockSpec((1, 1, meta.shape[2]), per_tile, memory_space=pltpu.SMEM),
+        pl.BlockSpec((1, 1, tile), per_tile),
+    ]
+
+
+def estimate(of: cost.Cost) -> Any:
+    return pl.CostEstimate(flops=of.flops, bytes_accessed=of.nbytes, transcendentals=0)
+
+
+def block_of(n: int, most: int) -> int:
+    """The largest divisor of n that is a multiple of LANES and at most ``most``."""
+    return max(d for d in range(LANES, min(n, max(most, LANES)) + 1, LANES) if n % d == 0)
+
+
+def over(n: int, block: int, body: Any, carry: Any = None) -> Any:
+    """``body(slice, carry)`` over blocks of columns."""
+    return jax.lax.fori_loop(0, n // block, lambda i, carry: body(pl.ds(pl.multiple_of(i * block, block), block), carry), carry)
+
+
+def fine(x: jax.Array) -> jax.Array:
+    return jnp.abs(x.astype(jnp.float32)) < jnp.inf
+
+
+def cleaned(x: jax.Array) -> jax.Array:
+    return jnp.where(fine(x), x.astype(jnp.float32), 0.0).astype(x.dtype)
+
+
+def as_column(row_1T: jax.Array, T: int) -> jax.Array:
+    """``[1, T] -> [T, 1]``: in memory numbers of rows are rows of lanes, for as columns they would be padded to 128 lanes."""
+    return jnp.broadcast_to(row_1T, (LANES, T)).T[:, :1]
+
+
+class Rows:
+    """What a tile's rows have to do with its runs."""
+
+    def __init__(self, local_ref: Any, T: int, C: int, R: int):
+        self.run = as_column(local_ref[0], T)
+        self.C, self.R, self.T = C, R, T
+
+    def own(self, chunk: jax.Array, half: int | None = None) -> jax.Array:
+        """``[T, C R]``: whether a column of the chunk is the row's own.
+
+        Args:
+            half: the columns hold the chunk's first C / 2 adapters twice, and only this half of them is meant.
+        """
+        column, held = jax.lax.broadcasted_iota(jnp.int32, (self.T, self.C * self.R), 1) // self.R, self.C
+        if half is not None:
+            held = self.C // 2
+            column = jnp.where(column // held == half, column % held, self.C)  # none of the first half's
+        return column + chunk * self.C == self.run
+
+
+class Fetch:
+    """The factors of chunks, the next one's under way while one is read.
+
+    Args:
+        pairs: stacks ``[W, R, .]`` and buffers ``[2, C, R, .]``.
+    """
+
+    def __init__(self, meta: Any, pairs: Sequence[tuple[Any, Any]], sem: Any, C: int, count: jax.Array):
+        self.meta, self.pairs, self.sem, self.C, self.count = meta, pairs, sem, C, count
+
+    def clear(self) -> None:
+        """At the first tile: columns that a chunk leaves unused would hold what was in memory, and NaN there is right but slow."""
+
+        @pl.when(pl.program_id(0) == 0)
+        def _first() -> None:
+            def one(i: jax.Array, _: None) -> None:
+                for _stack, buffer in self.pairs:
+                    buffer[i // self.C, i % self.C] = jnp.zeros(buffer.shape[2:], buffer.dtype)
+
+            jax.lax.fori_loop(0, 2 * self.C, one, None)
+
+    def _each(self, chunk: jax.Array, what: str) -> None:
+        slot = chunk % 2
+
+        def one(i: jax.Array, _: None) -> None:
+            w = self.meta[0, 0, chunk * self.C + i]
+            for stack, buffer in self.pairs:
+                copy = pltpu.make_async_copy(stack.at[w], buffer.at[slot, i], self.sem.at[slot])
+                getattr(copy, what)()
+
+        jax.lax.fori_loop(0, jnp.minimum(self.C, self.count - chunk * self.C), one, None)
+
+    def start(self, chunk: jax.Array) -> None:
+        self._each(chunk, "start")
+
+    def wait(self, chunk: jax.Array) -> None:
+        self._each(chunk, "wait")
+
+
+def shrink(x_ref: Any, w: Sequence[Any], slot: jax.Array, own: jax.Array, columns: int, scale: jax.Array | None = None) -> list[jax.Array]:
+    """Rows times all adapters of the buffers ``w [2, C, R, D]``, side by side, cut into pieces as wide as ``own [T, n]``.
+
+    Zeros where a piece's column is not the row's own, times ``scale [T, 1]``; ``[T, n]`` float32 each.
+    """
+    (T, D), n = x_ref.shape, own.shape[1]
+    pieces = sum(math.prod(one.shape[1:3]) for one in w) // n
+
+    def part(at: Any, h: list[jax.Array]) -> list[jax.Array]:
+        rows = jnp.concatenate([one[slot, :, :, at].reshape(-1, at.size).astype(x_ref.dtype) for one in w])
+        # Two products with the zeros set between them and their sum: as one sum, a TPU7x left one of its two matrix units idle.
+        middle = at.size // LANES // 2 * LANES
+        for columns in (slice(0, middle), slice(middle, None)) if middle else (slice(None),):
+            made = dot(x_ref[:, at][:, columns], rows[:, columns], (1, 1))
+            h = [one + jnp.where(own, made[:, k * n : (k + 1) * n], 0.0) for k, one in enumerate(h)]
+        return h
+
+    h = over(D, block_of(D, columns), part, [jnp.zeros((T, n), jnp.float32)] * pieces)
+    return h if scale is None else [one * scale for one in h]
+
+
+class Term(NamedTuple):
+    """A product that ``expand`` adds.
+
+    Attributes:
+        h: ``[T + ZEROS, C R]``, zeros where a column is not the row's own.
+        factors: buffer ``[2, C, R, F]``.
+        half: as for ``Rows.own``.
+    """
+
+    h: Any
+    factors: Any
+    half: int | None = None
+
+    def columns(self, slot: jax.Array, at: Any) -> jax.Array:
+        """``[C R, n]``."""
+        _, C, R, _ = self.factors.shape
+        if self.half is None:
+            return self.factors[slot, :, :, at].reshape(C * R, at.size).astype(self.h.dtype)
+        w = self.factors[slot, : C // 2, :, at].reshape(C * R // 2, at.size).astype(self.h.dtype)
+        return jnp.concatenate([w, w])
+
+
+def expand(
+    terms: Sequence[Term], slot: jax.Array, rows: Rows, chunk: jax.Array, old_ref: Any, out_ref: Any, columns: int, safe: bool
+) -> jax.Array:
+    """Adds h times the chunk's factors, summed over ``terms``, to ``old``; whether a factor was not finite.
+
+    Args:
+        safe: no row sees what is not finite in factors that are not its own.
+    """
+    T, F = out_ref.shape
+    block = block_of(F, columns)
+
+    def part(at: Any, strange: jax.Array) -> jax.Array:
+        delta = jnp.zeros((T + ZEROS, block), jnp.float32)
+        bad = jnp.zeros((T, block), jnp.float32)
+        for term in terms:
+            w = term.columns(slot, at)
+            if safe:
+                own = jnp.where(rows.own(chunk, term.half), 1.0, 0.0).astype(w.dtype)
+                bad += dot(own, jnp.where(fine(w), 0.0, 1.0).astype(w.dtype), (1, 0))
+                w = cleaned(w)
+            delta += dot(term.h[...], w, (1, 0))
+        new = old_ref[:, at].astype(jnp.float32) + delta[:T]
+        out_ref[:, at] = (jnp.where(bad > 0, jnp.nan, new) if safe else new).astype(out_ref.dtype)
+        return strange + folded(delta[T:])
+
+    return not_zero(over(F, block, part, jnp.zeros((8, LANES), jnp.float32)))
+
+
+def folded(zeros: jax.Array) -> jax.Array:
+    """``[8, 128]`` sum of ``[ZEROS, n]``."""
+    parts = [zeros[i : i + 8, j : j + LANES] for i in range(0, ZEROS, 8) for j in range(0, zeros.shape[1], LANES)]
+    return functools.reduce(jnp.add, parts)
+
+
+def not_zero(strange: jax.Array) -> jax.Array:
+    return jnp.where(jnp.sum(strange) == 0.0, 0, 1)  # NaN is not 0
+
+
+def over_chunks(count: jax.Array, C: int, fetch: Fetch, body: Any) -> Any:
+    """``body(chunk, first) -> int32`` over the chunks of a tile, while the next one's factors are fetched; the sum."""
+    chunks = (count + C - 1) // C
+
+    def one(chunk: jax.Array, first: bool) -> jax.Array:
+        @pl.when(chunk + 1 < chunks)
+        def _next() -> None:
+            fetch.start(chunk + 1)
+
+        fetch.wait(chunk)
+        return body(chunk, first)
+
+    fetch.start(jnp.int32(0))
+    total = one(jnp.int32(0), True)
+    return jax.lax.fori_loop(1, chunks, lambda chunk, total: total + one(chunk, False), total)

@@ -1,0 +1,91 @@
+"""How rows' tokens lie in pages, and XLA's loop over them, which both attentions to a paged cache share.
+
+A pool ``[L, U, ..., PAGE, X]`` has pages of PAGE positions. A row's table lists its pages in two parts, the *prefix* and the row's *own*
+tokens, each of which begins with a new *run* of RUN positions. The loop reads one run of every row at a time, as far as the longest
+row reaches; the kernel of TPUs (``paged_tpu``) reads of each row what is there.
+
+Axes: L layers, U pages, B rows, T new tokens, D table entries, X width, M queries of a row, S positions of a run.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.partial import Partial, join, nothing
+
+PAGE = 32  # positions of a page
+RUN = 128  # positions that one turn of the loop reads
+RUN_PAGES = RUN // PAGE
+
+# Attention of queries [B, ..., M, X] to one run: of pages [B, RUN_PAGES], seen [B, S] or, where keys are chosen, [B, tokens, S].
+Score = Callable[[Any, jax.Array, jax.Array], Partial]
+
+
+def read(pool: jax.Array, layer: jax.Array, pages: jax.Array, width: int | None = None) -> jax.Array:
+    """A run of each row, ``[B, RUN_PAGES, ..., PAGE, X] -> [B, ..., S, X]``; of X the first ``width``."""
+    run = jnp.moveaxis(pool[layer, pages], 1, -3)
+    return run.reshape(*run.shape[:-3], RUN, run.shape[-1])[..., :width]
+
+
+def clean(values: jax.Array, seen: jax.Array) -> jax.Array:
+    """Values ``[..., S, X]`` with zeros where no token is: what a page's last owner left may be NaN, and a weight of 0 does not hide it."""
+    return jnp.where(seen[..., None], values, jnp.zeros((), values.dtype))
+
+
+def seen_in_run(prefix: jax.Array, own: jax.Array, run_B: jax.Array) -> jax.Array:
+    """``[B, S]``: which positions of a run hold a token."""
+    runs_of_prefix = -(-prefix // RUN)
+    there = jnp.where(run_B < runs_of_prefix, prefix - RUN * run_B, own - RUN * (run_B - runs_of_prefix))
+    return jnp.arange(RUN)[None] < there[:, None]
+
+
+def run_pages(table: jax.Array, run_B: jax.Array) -> jax.Array:
+    """``[B, RUN_PAGES]``: the pages of one run of each row; those of the last run for a row that has not as many."""
+    runs = table.reshape(table.shape[0], -1, RUN_PAGES)
+    return jnp.take_along_axis(runs, jnp.minimum(run_B, runs.shape[1] - 1)[:, None, None], axis=1)[:, 0]
+
+
+def last_run(prefix: jax.Array, own: jax.Array) -> jax.Array:
+    """``[B]``: how many runs each row has."""
+    return -(-prefix // RUN) + -(-own // RUN)
+
+
+def check_rows(B: int, table: jax.Array, prefix: jax.Array, own: jax.Array, first: jax.Array) -> None:
+    """Raises ValueError where these are not of B rows, or a table ends within a run."""
+    if table.ndim != 2 or table.shape[0] != B or table.shape[1] % RUN_PAGES:
+        raise ValueError(f"table has shape {table.shape}; expected [{B}, D], D a multiple of {RUN_PAGES}")
+    if any(x.shape != (B,) for x in (prefix, own, first)):
+        raise ValueError(f"prefix, own and first have shapes {prefix.shape}, {own.shape} and {first.shape}; expected [{B}]")
+
+
+def attend(
+    score: Score, queries: Any, table: jax.Array, prefix: jax.Array, own: jax.Array, first: jax.Array, chosen: jax.Array | None = None
+) -> Partial:
+    """Attention of each row's queries to its runs from ``first`` on, by XLA.
+
+    Args:
+        score: attention of queries to one run.
+        queries: a tree of ``[B, ..., M, X]``.
+        table: ``[B, D]`` int32 pages, D a multiple of RUN_PAGES.
+        prefix, own: ``[B]`` int32 positions of the two parts that are there.
+        first: ``[B]`` int32, the first run that is read.
+        chosen: ``[B, T, D / RUN_PAGES, S]`` bool, positions that may be seen at all; None for all.
+    """
+
+    B = table.shape[0]
+
+    def step(i: jax.Array, total: Partial) -> Partial:
+        run_B = first + i
+        return join(total, score(queries, run_pages(table, run_B), _mask(seen_in_run(prefix, own, run_B), chosen, run_B)))
+
+    none = nothing(jax.eval_shape(score, queries, jnp.zeros((B, RUN_PAGES), jnp.int32), jnp.zeros((B, RUN), bool)))
+    return jax.lax.fori_loop(0, jnp.max(last_run(prefix, own) - first), step, none)
+
+
+def _mask(seen_BS: jax.Array, chosen: jax.Array | None, run_B: jax.Array) -> jax.Array:
+    if chosen is None:
+        return seen_BS
+    at = jnp.minimum(run_B, chosen.shape[2] - 1)[:, None, None, None]
+    return seen_BS[:, None] & jnp.take_along_axis(chosen, at, axis=2)[:, :, 0]

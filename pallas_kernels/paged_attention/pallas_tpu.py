@@ -1,0 +1,36 @@
+"""TPU kernel of grouped-query attention to a paged cache: that of ``paged_tpu`` with pools of keys and of values."""
+
+from typing import Any
+
+import jax
+
+from pallas_kernels import paged_tpu
+from pallas_kernels.paged_tpu import Config
+from pallas_kernels.partial import Partial
+
+
+def require(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> None:
+    """Whether ``attend`` can serve these.
+
+    Raises:
+        NotImplementedError: with the reason.
+    """
+    paged_tpu.require([q], [k, v], 1, q.shape[3])
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    layer: jax.Array,
+    table: jax.Array,
+    prefix: jax.Array,
+    own: jax.Array,
+    first: jax.Array,
+    *,
+    scale: float,
+    config: Config = Config(),
+    interpret: Any = False,
+) -> Partial:
+    """See ``paged_attention``."""
+    return paged_tpu.attend([q], [k, v], 1, q.shape[3], layer, table, prefix, own, first, scale, config, interpret)

@@ -1,0 +1,40 @@
+"""Grouped-query attention to a paged cache in plain XLA: a run of all rows at a time, as far as the longest reaches.
+
+Axes: B rows, K kv heads, M queries of one, H head dim, S positions of a run.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import paged
+from pallas_kernels.partial import MASKED, Partial, partial_softmax
+
+
+def scored(q_BKMH: jax.Array, k_BKSH: jax.Array, v_BKSH: jax.Array, seen: jax.Array, scale: float) -> Partial:
+    """Attention to keys at hand; ``seen`` broadcasts to ``[B, K, M, S]``."""
+    s = jnp.einsum("BKMH,BKSH->BKMS", q_BKMH, k_BKSH, preferred_element_type=jnp.float32) * scale
+    return partial_softmax(
+        jnp.where(seen, s, MASKED),
+        lambda p: jnp.einsum("BKMS,BKSH->BKMH", p.astype(v_BKSH.dtype), v_BKSH, preferred_element_type=jnp.float32),
+    )
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    layer: jax.Array,
+    table: jax.Array,
+    prefix: jax.Array,
+    own: jax.Array,
+    first: jax.Array,
+    *,
+    scale: float,
+) -> Partial:
+    """See ``paged_attention``."""
+
+    def score(q_BKMH: jax.Array, pages: jax.Array, seen_BS: jax.Array) -> Partial:
+        k_BKSH, v_BKSH = (paged.read(pool, layer, pages, q_BKMH.shape[-1]) for pool in (k, v))
+        return scored(q_BKMH, k_BKSH, paged.clean(v_BKSH, seen_BS[:, None]), seen_BS[:, None, None], scale)
+
+    return paged.attend(score, q, table, prefix, own, first)

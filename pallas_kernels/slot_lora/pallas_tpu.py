@@ -1,0 +1,209 @@
+"""TPU kernels of slot LoRA, made of those of packed LoRA: the runs of a tile are its distinct slots, whatever the order of its rows.
+
+Axes: M rows, T rows of a tile, D in, F out, R rank, C adapters of a chunk, W slots.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.packed_lora import pallas_tpu as packed
+from pallas_kernels.packed_lora import tpu_tiles as tiles
+from pallas_kernels.packed_lora.runs import COUNT, slots_of
+from pallas_kernels.packed_lora.tpu_tiles import ZEROS, Config
+from pallas_kernels.products import dot
+
+
+def require_add(x: jax.Array, a: jax.Array, b: jax.Array, onto: jax.Array) -> None:
+    """Whether ``add`` can serve these, or their shapes.
+
+    Raises:
+        NotImplementedError: with the reason.
+    """
+    packed.require_add(x, [a], [b], [onto])
+
+
+def require_shrink(x: jax.Array, a: jax.Array) -> None:
+    """As ``require_add``, of ``shrink``."""
+    tiles.require(x, [a], [])
+    tiles.require_room(_shrink_scratch(a), [(tiles.tile_rows(x, Config()), x.shape[1], x.dtype)], x)
+
+
+def require_expand(b: jax.Array, onto: jax.Array) -> None:
+    """As ``require_add``, of ``expand``."""
+    tiles.require(onto, [b], [])
+    tiles.require_room(_expand_scratch(b, onto, Config()), [(tiles.tile_rows(onto, Config()), onto.shape[1], onto.dtype)] * 2, onto)
+
+
+def add(
+    x: jax.Array,
+    a: jax.Array,
+    b: jax.Array,
+    onto: jax.Array,
+    slot: jax.Array,
+    scale: jax.Array | None = None,
+    first: jax.Array | int = 0,
+    config: Config = Config(),
+    interpret: Any = False,
+) -> jax.Array:
+    """``onto + scale (x a^T) b`` of each row's slot, ``[M, F]``.
+
+    Args:
+        x: ``[M, D]``.
+        a, b: ``[W, R, D]`` and ``[W, R, F]``.
+        onto: ``[M, F]``; its memory is used again where it may be.
+        slot: ``[M]`` int32, in any order; -1 is none.
+        scale: ``[M]`` float32.
+        first: where slot 0 is in the stacks.
+    """
+    return packed.add(x, [a], [b], [onto], slot, scale, config, interpret, functools.partial(slots_of, first=first))[0]
+
+
+def _fold(n: int, R: int) -> jax.Array:
+    """``[n, R]``, where ``h [T, n] fold`` sums columns that are R apart."""
+    row, column = (jax.lax.broadcasted_iota(jnp.int32, (n, R), i) for i in (0, 1))
+    return jnp.where(row % R == column, 1.0, 0.0)
+
+
+def _shrink_kernel(meta, local, x, a, out, a_buf, sem, *, C: int, R: int, columns: int) -> None:
+    T = x.shape[0]
+    count, rows = meta[0, 0, T + COUNT], tiles.Rows(local, T, C, R)
+    fetch = tiles.Fetch(meta, [(a, a_buf)], sem, C, count)
+    fetch.clear()
+    out[...] = jnp.zeros(out.shape, out.dtype)
+
+    def chunk_of(chunk: jax.Array, first: bool) -> jax.Array:
+        [h] = tiles.shrink(x, [a_buf], chunk % 2, rows.own(chunk), columns)
+        out[...] += dot(h, _fold(C * R, R), (1, 0))  # a row has zeros in all columns but its own
+        return jnp.int32(0)
+
+    @pl.when(count > 0)
+    def _some() -> None:
+        tiles.over_chunks(count, C, fetch, chunk_of)
+
+
+def _expand_kernel(meta, local, h, b, onto, out, b_buf, h_ref, sem, *, C: int, R: int, columns: int) -> None:
+    T = h.shape[0]
+    count, rows = meta[0, 0, T + COUNT], tiles.Rows(local, T, C, R)
+    fetch = tiles.Fetch(meta, [(b, b_buf)], sem, C, count)
+    fetch.clear()
+
+    @pl.when(count == 0)
+    def _none() -> None:
+        out[...] = onto[...]
+
+    def chunk_of(chunk: jax.Array, first: bool, safe: bool) -> jax.Array:
+        across = dot(h[...], _fold(C * R, R), (1, 1))
+        h_ref[:T] = jnp.where(rows.own(chunk), across, 0.0).astype(h_ref.dtype)
+        return tiles.expand([tiles.Term(h_ref, b_buf)], chunk % 2, rows, chunk, onto if first else out, out, columns, safe)
+
+    @pl.when(count > 0)
+    def _some() -> None:
+        h_ref[T:] = jnp.zeros((ZEROS, C * R), h_ref.dtype)
+        strange = tiles.over_chunks(count, C, fetch, functools.partial(chunk_of, safe=False))
+
+        @pl.when(strange > 0)
+        def _again() -> None:
+            tiles.over_chunks(count, C, fetch, functools.partial(chunk_of, safe=True))
+
+
+def _shrink_scratch(a: jax.Array) -> list[Any]:
+    return [pltpu.VMEM((2, tiles.chunk_size(a.shape[1]), *a.shape[1:]), a.dtype)]
+
+
+def _expand_scratch(b: jax.Array, onto: jax.Array, config: Config) -> list[Any]:
+    C, R = tiles.chunk_size(b.shape[1]), b.shape[1]
+    return [*_shrink_scratch(b), pltpu.VMEM((tiles.tile_rows(onto, config) + ZEROS, C * R), onto.dtype)]
+
+
+def shrink(
+    x: jax.Array, a: jax.Array, slot: jax.Array, first: jax.Array | int = 0, config: Config = Config(), interpret: Any = False
+) -> jax.Array:
+    """``x a^T`` of each row's slot, ``[M, R]`` float32; zeros for none."""
+    (M, D), R, tile = x.shape, a.shape[1], tiles.tile_rows(x, config)
+    out = [jax.ShapeDtypeStruct((M, R), jnp.float32)]
+    kernel = functools.partial(_shrink_kernel, C=tiles.chunk_size(R), R=R, columns=config.columns)
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    specs = [*tiles.row_specs(tile, [D]), anywhere]
+    return _call(
+        kernel,
+        slot,
+        first,
+        (x, a),
+        specs,
+        [R],
+        out,
+        _shrink_scratch(a),
+        {},
+        interpret,
+        "slot_lora_shrink",
+    )
+
+
+def expand(
+    h: jax.Array,
+    b: jax.Array,
+    onto: jax.Array,
+    slot: jax.Array,
+    first: jax.Array | int = 0,
+    config: Config = Config(),
+    interpret: Any = False,
+) -> jax.Array:
+    """``onto + h b`` of each row's slot, ``[M, F]``; ``h [M, R]`` float32 is rounded to the dtype of ``onto`` first."""
+    F, R, tile = onto.shape[1], b.shape[1], tiles.tile_rows(onto, config)
+    kernel = functools.partial(_expand_kernel, C=tiles.chunk_size(R), R=R, columns=config.columns)
+    anywhere = pl.BlockSpec(memory_space=pl.ANY)
+    specs = [*tiles.row_specs(tile, [R]), anywhere, *tiles.row_specs(tile, [F])]
+    out, scratch = [jax.ShapeDtypeStruct(onto.shape, onto.dtype)], _expand_scratch(b, onto, config)
+    return _call(
+        kernel,
+        slot,
+        first,
+        (h, b, onto),
+        specs,
+        [F],
+        out,
+        scratch,
+        {4: 0},
+        interpret,
+        "slot_lora_expand",
+    )
+
+
+def _call(
+    kernel: Any,
+    slot: jax.Array,
+    first: jax.Array | int,
+    args: Sequence[jax.Array],
+    in_specs: Sequence[Any],
+    wide: Sequence[int],
+    out_shape: Sequence[Any],
+    scratch: Sequence[Any],
+    aliases: dict[int, int],
+    interpret: Any,
+    name: str,
+) -> jax.Array:
+    rows, factors, *onto = args
+    tile = in_specs[0].block_shape[0]
+    runs = slots_of(jnp.minimum(slot, factors.shape[0] - 1), tile, first)  # numbers beyond the stack are its last one's
+    # Of factors at most one a row is read, whatever lies in the stack.
+    moved = rows.nbytes + min(factors.nbytes, rows.shape[0] * factors.nbytes // factors.shape[0]) + 2 * sum(y.nbytes for y in onto)
+    flops = 2 * rows.shape[0] * factors.shape[1] * factors.shape[2]
+    return pl.pallas_call(
+        kernel,
+        grid=(runs.local.shape[0],),
+        in_specs=[*tiles.meta_specs(tile, runs.meta), *in_specs],
+        out_specs=tiles.row_specs(tile, wide),
+        out_shape=out_shape,
+        scratch_shapes=[*scratch, pltpu.SemaphoreType.DMA((2,))],
+        input_output_aliases=aliases,
+        compiler_params=tiles.PARAMS,
+        cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=moved, transcendentals=0),
+        interpret=interpret,
+        name=name,
+    )(*runs, *args)[0]

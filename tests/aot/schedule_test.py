@@ -1,0 +1,84 @@
+"""Bundles of the compiler's static schedule: how a dump is read, and that the counts of real kernels are what shapes say."""
+
+import pytest
+
+from mint_jax.aot import bundles, schedule
+from mint_jax.errors import UserError
+from mint_jax.jobs import schedule as job
+from tests.laws.configs_trace_test import load
+
+DUMP = """
+= control target key start
+LB: loop body
+
+     0   :  { %s1 = smov 1 } /* Start region 1 */
+   0x1 LB: > { %s2 = sphi %s1  ;;  %v3 = vld [vmem:[#a]] } /* Start region 2 */
+   0x2   : > { %4 = sbr.rel (%p1) target = $region5 }
+   0x3   : > {} /* behind a branch, before it is taken */
+   0x4   : > { %v5 = vld [vmem:[#b_spill]]  ;;  %6 = vmatmul.bf16 %v5 /* a comment
+over two lines */ }
+   0x5 PF: > { %7 = vst [vmem:[#c]] } /* Start/End empty region 5 */
+   0x6   : > { %8 = sbr.rel (!%p2) target = $region2 }
+   0x7   :  {}
+   0x8 PF:  { %9 = sbr.rel (%p3) target = $region4 }
+   0x9   :  {}
+   0xa   :  { %10 = vst [vmem:[#d]] }
+   0xb PF:  {}
+"""
+
+
+def test_loops_and_branches_of_a_dump():
+    kernel = bundles.parse(DUMP)
+    assert [(part.kind, part.first, part.behind) for part in kernel.walk()] == [
+        ("kernel", 0, 12),
+        ("loop", 1, 8),
+        ("branch", 4, 5),
+        ("branch", 10, 12),  # to a region that is never begun: the exit
+    ]
+    loop, last = kernel.parts
+    assert [len(part.lines) for part in kernel.walk()] == [3, 6, 1, 2]
+    assert loop.has("vmatmul")
+    assert not last.has("vmatmul")
+    ran = kernel.run(lambda part: {"loop": 10, "branch": 1}[part.kind])
+    assert ran == {"bundles": 3 + 10 * 7 + 2, "vmatmul": 10, "vmatpush": 0, "spills": 10}
+    assert kernel.run(lambda part: part.kind == "loop")["vmatmul"] == 0
+
+
+@pytest.mark.parametrize(
+    ("dump", "says"),
+    [
+        ("nothing of the kind", "has no bundles"),
+        (DUMP.replace("$region2 ", "$region77 "), r"branches to regions \[4, 77\], which begin nowhere"),
+        (DUMP.replace("target = $region4", "target = $region5"), "cross"),
+    ],
+)
+def test_what_cannot_be_read_is_an_error(dump, says):
+    with pytest.raises(UserError, match=says):
+        bundles.parse(dump)
+
+
+def test_a_kernel_of_another_form_is_an_error():
+    with pytest.raises(UserError, match="lie in 0 loops and not in one"):
+        schedule.tile(bundles.parse(DUMP.replace("vmatmul", "vadd")), 1)
+
+
+@pytest.mark.long
+def test_counts_of_real_kernels_are_what_shapes_say(tmp_path):
+    config = load("configs/schedule.py", "--config.chips=('v5e:2x2',)")
+    try:
+        result = job.run(config, tmp_path)
+    except UserError as reason:
+        pytest.skip(str(reason))  # no compiler, or one that does not know the undocumented flags
+    chip = result["chips"]["v5e:2x2"]
+    # An instruction of v5e multiplies 16 rows by a square of 128. Forward the second product has 16 rows of zeros more.
+    assert chip["base"]["vmatmul"] == 2 * (2048 // 128) * (768 // 128) * 128 // 16
+    for n, squares in ((1, 16), (4, 16), (5, 32), (8, 32)):
+        assert chip["add"][str(n)]["vmatmul"] == squares * 128 // 16 + 2 * 6 * 144 // 16
+        assert chip["add"][str(n)]["lanes_over_base"] == pytest.approx((squares + 2 * 6) / (2 * 96), abs=1e-4)
+    an_adapter = chip["add"]["2"]["bundles"] - chip["add"]["1"]["bundles"]
+    assert chip["add"]["4"]["bundles"] == chip["add"]["1"]["bundles"] + 3 * an_adapter
+    assert an_adapter >= 8, "four copies are started and waited for"
+    assert chip["add"]["4"]["bundles"] > chip["add"]["4"]["lanes_over_base"] * chip["base"]["bundles"]
+    assert chip["goal"]["met"] == (chip["add"]["4"]["over_base"] <= 0.3)
+    assert chip["goal"]["met"], "a kernel that costs more than it did"
+    assert chip["backward"]["1"]["bundles"] > chip["add"]["1"]["bundles"]

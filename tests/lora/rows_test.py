@@ -1,0 +1,436 @@
+"""Adapters of rows that name slots: values in float64, bits whatever the other rows name, and one program for every mixture.
+
+Axes: B rows, T tokens, L layers, S slots, R rank, D in, F out, V vocab, N heads, H of a head's key, C latent, E experts, Q rank buckets.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mint_jax import params as params_lib
+from mint_jax import sharding
+from mint_jax.lora import tree
+from mint_jax.lora.apply import batch_delta, embedding_delta
+from mint_jax.lora.rows import RowAdapters
+from mint_jax.lora.tree import AdapterConfig, AdapterStack, name_slots
+from mint_jax.mesh import make_mesh
+from mint_jax.models import mla, transformer
+from mint_jax.models.config import Latent, ModelConfig
+from mint_jax.models.experts import expert_mlp
+from tests.lora.apply_test import random_adapter
+
+L, S, D, F, V = 2, 5, 12, 10, 17
+LAYER = 1
+ENDS = {"q": (D, F), "up": (D, F), "embed": (V, D), "unembed": (D, V)}
+BUCKETS = {1: ("q", "embed"), 2: ("q", "up", "unembed"), 8: ("up", "embed", "unembed")}  # which projections each has
+MIXTURES = {  # of each rank bucket what the rows name; B rows, each of one bucket or of none
+    "nobody": {},
+    "one slot": {2: [3] * 8},
+    "one slot, and the base": {2: [-1, 3, 3, -1, -1, 3, -1, 3]},
+    "one row": {1: [-1] * 7 + [4]},
+    "several slots": {8: [0, 1, 2, 3, 4, 0, 1, 2]},
+    "several slots, and the base": {1: [-1, 1, 2, -1, 4, 4, 1, -1]},
+    "a slot of each bucket": {1: [2, -1, -1] * 2 + [2, -1], 2: [-1, 0, -1] * 2 + [-1, 0], 8: [-1, -1, 4] * 2 + [-1, -1]},
+    "several of two, one of the last": {1: [0, -1] * 4, 2: [-1, 1, -1, 2] + [-1] * 4, 8: [-1] * 5 + [3, -1, -1]},
+}
+MIXTURES["several of two, one of the last"][1][:] = [0, -1, 3, -1, 3, -1, -1, 0]
+
+
+def _normal(rng, *shape):
+    return rng.normal(size=shape).astype(np.float32)
+
+
+def _factors(rng, names, rank, slots=S, layers=L):
+    one = lambda n: {f: _normal(rng, 1 if "embed" in n else layers, slots, rank, ENDS[n][f == "b"]) for f in "ab"}  # noqa: E731
+    flat = {n: one(n) for n in names}
+    tables = {n: flat.pop(n) for n in ("embed", "unembed") if n in flat}
+    return {"dense": {"attn": {n: flat[n] for n in flat if n == "q"}, "mlp": {n: flat[n] for n in flat if n == "up"}}, **tables}
+
+
+def _stacks(rng):
+    return {
+        rank: AdapterStack(_factors(rng, names, rank), rng.uniform(0.5, 3, S).astype(np.float32), rank) for rank, names in BUCKETS.items()
+    }
+
+
+def _program(fn):
+    """``fn`` compiled, with a count of programs of its own."""
+    return jax.jit(lambda *args: fn(*args))
+
+
+def _named(mixture, B=8):
+    return {rank: np.array(mixture.get(rank, [-1] * B), np.int32) for rank in BUCKETS}
+
+
+def _deltas(stacks, slots, x_BTD, tokens_BT):
+    lora = name_slots(stacks, slots)
+    assert lora is not None
+    layer = lora.at("dense").in_layer(jnp.int32(LAYER))
+    assert batch_delta(x_BTD, layer.at("attn").at("k"), F) is None
+    return {
+        "q": batch_delta(x_BTD, layer.at("attn").at("q"), F),
+        "up": batch_delta(x_BTD, layer.at("mlp").at("up"), F),
+        "unembed": batch_delta(x_BTD, lora.at("unembed"), V),
+        "embed": embedding_delta(tokens_BT, lora.at("embed"), D, jnp.float32),
+    }
+
+
+def _in_float64(stacks, slots, x_BTD, tokens_BT):
+    inputs = {"embed": np.eye(V)[tokens_BT]} | dict.fromkeys(("q", "up", "unembed"), x_BTD.astype(np.float64))
+    out = {name: np.zeros((*x_BTD.shape[:2], ENDS[name][1])) for name in ENDS}
+    for rank, stack in stacks.items():
+        held = stack.factors | stack.factors["dense"]["attn"] | stack.factors["dense"]["mlp"]
+        for name in BUCKETS[rank]:
+            for b, s in enumerate(slots[rank]):
+                if s >= 0:
+                    a, f = (held[name][n][0 if "embed" in name else LAYER, s].astype(np.float64) for n in "ab")
+                    out[name][b] += inputs[name][b] @ a.T @ f * stack.scale[s]
+    return out
+
+
+@pytest.mark.parametrize("T", [1, 3])
+def test_every_mixture_is_right_and_all_are_one_program(T, rng):
+    stacks, x, tokens = _stacks(rng), _normal(rng, 8, T, D), rng.integers(V, size=(8, T))
+    run = _program(_deltas)
+    for name, mixture in MIXTURES.items():
+        slots = _named(mixture)
+        got, want = run(stacks, slots, x, tokens), _in_float64(stacks, slots, x, tokens)
+        for projection, delta in got.items():  # float32 sums of 12 and 8 terms, of size up to 50
+            np.testing.assert_allclose(delta, want[projection], rtol=0, atol=1e-4, err_msg=f"{name}: {projection}")
+            bare = [b for b in range(8) if all(slots[rank][b] < 0 for rank, held in BUCKETS.items() if projection in held)]
+            assert not np.any(np.asarray(delta)[bare])
+    assert run._cache_size() == 1
+
+
+@pytest.mark.parametrize("B", [1, 2, 3, 33, 37, 64])
+def test_any_number_of_rows(B, rng):
+    """Primes above a block's rows among them, and more rows than a block has."""
+    stacks, x, tokens, run = _stacks(rng), _normal(rng, B, 1, D), rng.integers(V, size=(B, 1)), _program(_deltas)
+    for names in (rng.integers(-1, S, B), np.full(B, 2), np.full(B, -1)):
+        slots = _named({8: names}, B)
+        got, want = run(stacks, slots, x, tokens), _in_float64(stacks, slots, x, tokens)
+        for projection, delta in got.items():
+            np.testing.assert_allclose(delta, want[projection], rtol=0, atol=1e-4)  # as above
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2, "fsdp": 2, "tensor": 2}, {"tensor": 8}], ids=str)
+def test_eight_devices_give_every_mixture_too(sizes, rng):
+    stacks, x, tokens, mesh = _stacks(rng), _normal(rng, 8, 1, D), rng.integers(V, size=(8, 1)), make_mesh(sizes)
+    run = _program(_deltas)
+    with jax.set_mesh(mesh):
+        rows = jax.NamedSharding(mesh, sharding.partition(("batch", None, None), mesh))
+        x_rows = jax.device_put(x, rows)
+        for name, mixture in MIXTURES.items():
+            slots = _named(mixture)
+            got, want = run(stacks, slots, x_rows, tokens), _in_float64(stacks, slots, x, tokens)
+            for projection, delta in got.items():
+                np.testing.assert_allclose(delta, want[projection], rtol=0, atol=1e-4, err_msg=f"{name}: {projection}")  # as above
+    assert run._cache_size() == 1
+
+
+def _deltas_of_q(stacks, slots, x_BTD):
+    return batch_delta(x_BTD, name_slots(stacks, slots).at("dense").in_layer(jnp.int32(LAYER)).at("attn").at("q"), F)
+
+
+def test_bfloat16_rounds_as_blocks_do(rng):
+    """The scale is in B before it is rounded, and the inner product is rounded once."""
+    factors, scale = _factors(rng, ("q",), 8), rng.uniform(0.5, 3, S).astype(np.float32)
+    stacks, x = {8: AdapterStack(factors, scale, 8)}, jnp.asarray(_normal(rng, 4, 1, D), jnp.bfloat16)
+    slots = np.array([1, 4, 0, 2], np.int32)
+    blocks = tree.bind_slots(stacks, {8: slots}, dtype=jnp.bfloat16)
+    ours = _program(_deltas_of_q)(stacks, {8: slots}, x)
+    blocks = blocks.replace(buckets=jax.tree.map(lambda v: v[LAYER], blocks.buckets)).at("dense").at("attn").at("q")
+    assert ours.dtype == jnp.bfloat16
+    want = np.asarray(batch_delta(x, blocks, F), np.float32)
+    # The inner products are sums in another order: where one rounds to its neighbour, the result moves by 2**-8 of a term.
+    np.testing.assert_allclose(np.asarray(ours, np.float32), want, rtol=0, atol=2**-7 * np.abs(want).max())
+
+
+# Bits: whatever the other rows name.
+
+
+def _neighbours(rng, B, slots):
+    """What rows may name so that row 0 and some more name slot 0: all do; nobody else does; others name any slot."""
+    alone, mixed, few = np.full(B, -1, np.int32), rng.integers(-1, slots, B).astype(np.int32), np.full(B, 0, np.int32)
+    alone[[0, B // 2]], mixed[[0, B // 2, B - 1]] = 0, 0
+    mixed[1] = 1
+    few[1] = 1
+    return [np.zeros(B, np.int32), alone, mixed, few, np.where(np.arange(B) % 3 == 0, 0, -1).astype(np.int32)]
+
+
+def _assert_row_bits(run, mixtures):
+    """``run(slots)`` gives each row that names slot 0 the same bits in all mixtures, and each row of the base too."""
+    outs = [(slots, jax.tree.leaves(jax.device_get(run(slots)))) for slots in mixtures]
+    for slots, leaves in outs[1:]:
+        mine = slots == 0
+        for got, want in zip(leaves, outs[0][1], strict=True):
+            np.testing.assert_array_equal(got[mine], want[mine])
+    _, base = outs[1]
+    for slots, leaves in outs[2:]:
+        mine = (slots < 0) & (outs[1][0] < 0)
+        for got, want in zip(leaves, base, strict=True):
+            np.testing.assert_array_equal(got[mine], want[mine])
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize(("B", "rank"), [*((B, rank) for B in (8, 32) for rank in (1, 2, 8, 16, 64)), (37, 8), (64, 2)])
+def test_a_row_s_bits_are_the_same_whatever_the_others_name(B, rank, rng):
+    """One slot in one product, or factors gathered row by row; of a prime number of rows, and of several blocks too."""
+    sizes = {"even": (64, 96), "odd": (45, 37), "wide": (576, 200)}
+    factors = {n: {"a": _normal(rng, L, 4, rank, d), "b": _normal(rng, L, 4, rank, f)} for n, (d, f) in sizes.items()}
+    stacks = {rank: AdapterStack(factors, rng.uniform(0.5, 3, 4).astype(np.float32), rank)}
+    x = {n: _normal(rng, B, 1, d) for n, (d, _) in sizes.items()}
+
+    @jax.jit
+    def run(slots, stacks, x):
+        lora = name_slots(stacks, {rank: slots}).in_layer(jnp.int32(LAYER))
+        return {n: batch_delta(x[n], lora.at(n), f) for n, (_, f) in sizes.items()}
+
+    _assert_row_bits(lambda slots: run(slots, stacks, x), _neighbours(rng, B, 4))
+    assert run._cache_size() == 1
+
+
+@pytest.mark.bits
+def test_a_row_s_bits_are_its_own_over_eight_devices(rng):
+    """Each has two rows."""
+    B, rank, mesh = 16, 8, make_mesh({"data": 8})
+    stacks = {rank: AdapterStack(_factors(rng, ("q",), rank), rng.uniform(0.5, 3, S).astype(np.float32), rank)}
+    run = _program(_deltas_of_q)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(_normal(rng, B, 1, D), jax.NamedSharding(mesh, sharding.partition(("batch", None, None), mesh)))
+        _assert_row_bits(lambda slots: run(stacks, {rank: slots}, x), _neighbours(rng, B, S))
+
+
+N, H, C = 3, 12, 20
+LATENT = Latent(q_latent=40, kv_latent=C, nope=H, rope=8, value=10)
+
+
+def _absorbed(stacks, slots, q_BTNH, o_BTNC, w_CNF):
+    lora = name_slots(stacks, slots).in_layer(jnp.int32(LAYER))
+    key = mla._absorb_key(q_BTNH, w_CNF[..., :H], lora, LATENT)
+    return key, mla._absorb_value(o_BTNC, w_CNF[..., H:], lora, LATENT)
+
+
+def _absorbed_case(rng, rank, B):
+    factors = {"a": _normal(rng, L, 4, rank, C), "b": _normal(rng, L, 4, rank, N * (H + LATENT.value))}
+    stack = AdapterStack(factors, rng.uniform(0.5, 3, 4).astype(np.float32), rank)
+    return stack, _normal(rng, B, 1, N, H), _normal(rng, B, 1, N, C), _normal(rng, C, N, H + LATENT.value)
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize(("rank", "B"), [(1, 8), (8, 8), (64, 8), (8, 32), (2, 37)])
+def test_absorbed_factors_of_latent_attention_are_right_and_a_row_s_bits_its_own(rank, B, rng):
+    stack, q, o, w = _absorbed_case(rng, rank, B)
+    run = _program(_absorbed)
+    mixtures = _neighbours(rng, B, 4)
+    for slots in mixtures:
+        key, value = run({rank: stack}, {rank: slots}, q, o, w)
+        for b, s in enumerate(slots):
+            a, f = (stack.factors[n][LAYER, max(s, 0)].astype(np.float64) for n in "ab")
+            merged = w.astype(np.float64) + (a.T @ f * stack.scale[s]).reshape(w.shape) * (s >= 0)
+            for got, want in (
+                (key[b, 0], np.einsum("nh,cnh->nc", q[b, 0], merged[..., :H])),
+                (value[b, 0], np.einsum("nc,cnv->nv", o[b, 0], merged[..., H:])),
+            ):
+                np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * rank * 100)  # float32 sums of 20 and R terms of size 10
+    _assert_row_bits(lambda slots: run({rank: stack}, {rank: slots}, q, o, w), mixtures)
+    assert run._cache_size() == 1
+
+
+# Isolation: another slot's factors are not finite.
+
+
+def _spoilt(stack, slot, rng):
+    """One slot full of NaN and infinities."""
+
+    def spoil(leaf):
+        leaf = leaf.copy()
+        leaf[:, slot] = rng.choice(np.array([np.nan, np.inf, -np.inf], np.float32), leaf[:, slot].shape)
+        return leaf
+
+    return AdapterStack(jax.tree.map(spoil, stack.factors), stack.scale, stack.rank)
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize("mixture", [name for name in MIXTURES if name != "nobody"])
+def test_a_slot_that_is_not_finite_changes_no_bit_of_other_rows(mixture, T, rng):
+    stacks, x, tokens, slots = _stacks(rng), _normal(rng, 8, T, D), rng.integers(V, size=(8, T)), _named(MIXTURES[mixture])
+    run = _program(_deltas)
+    clean = jax.device_get(run(stacks, slots, x, tokens))
+    for rank, stack in stacks.items():
+        for slot in range(S):
+            got = jax.device_get(run(stacks | {rank: _spoilt(stack, slot, rng)}, slots, x, tokens))
+            others = slots[rank] != slot
+            for name in got:
+                np.testing.assert_array_equal(got[name][others], clean[name][others])
+                assert not np.isfinite(got[name][~others]).all(axis=(1, 2)).any() or name not in BUCKETS[rank]
+
+
+@pytest.mark.bits
+def test_a_slot_that_is_not_finite_changes_no_bit_of_absorbed_rows(rng):
+    stack, q, o, w = _absorbed_case(rng, 2, 8)
+    run = _program(_absorbed)
+    for slots in _neighbours(rng, 8, 4):
+        clean = run({2: stack}, {2: slots}, q, o, w)
+        for slot in range(4):
+            got = run({2: _spoilt(stack, slot, rng)}, {2: slots}, q, o, w)
+            for ours, want in zip(got, clean):
+                np.testing.assert_array_equal(np.asarray(ours)[slots != slot], np.asarray(want)[slots != slot])
+
+
+# Experts: rows of one expert and of several adapters stand together.
+
+E, X = 6, 3
+EXPERT_ENDS = {"gate": (D, F), "up": (D, F), "down": (F, D)}
+
+
+def _expert_case(rng, ranks, B, T):
+    p = {n: {"w": _normal(rng, E, *ends) * ends[0] ** -0.5} for n, ends in EXPERT_ENDS.items()}
+    stacks = {}
+    for rank in ranks:
+        names = ["up", "down"] if rank == ranks[0] and len(ranks) > 1 else list(EXPERT_ENDS)  # the first does not adapt the gate
+        factors = {n: {f: _normal(rng, L, S, E, rank, EXPERT_ENDS[n][f == "b"]) * 0.4 for f in "ab"} for n in names}
+        stacks[rank] = AdapterStack(factors, rng.uniform(0.5, 3, S).astype(np.float32), rank)
+    ids = rng.integers(-1, E, (B, T, X)).astype(np.int32)
+    return stacks, p, _normal(rng, B, T, D), ids
+
+
+def _experts(stacks, slots, p, x_BTD, ids):
+    """What each row's experts make of its tokens, ``[B, T, X, D]``."""
+    lora = name_slots(stacks, slots)
+    B, T, _ = x_BTD.shape
+    token = jnp.arange(B * T * X, dtype=jnp.int32) // X
+    block = jnp.repeat(lora.block_of_rows(B), T * X)
+    y = expert_mlp(x_BTD.reshape(B * T, -1), token, ids.reshape(-1), block, p, lora.in_layer(jnp.int32(LAYER)))
+    return y.reshape(B, T, X, D)
+
+
+def _experts_in_float64(stacks, slots, p, x_BTD, ids):
+    def project(h, name, e, b):
+        y = h @ p[name]["w"][e].astype(np.float64)
+        for rank, stack in stacks.items():
+            if (s := slots[rank][b]) >= 0 and name in stack.factors:
+                a, f = (stack.factors[name][n][LAYER, s, e].astype(np.float64) for n in "ab")
+                y = y + h @ a.T @ f * stack.scale[s]
+        return y
+
+    out = np.zeros((*ids.shape, D))
+    for b, t, k in np.argwhere(ids >= 0):
+        h, e = x_BTD[b, t].astype(np.float64), ids[b, t, k]
+        gate = project(h, "gate", e, b)
+        out[b, t, k] = project(gate / (1 + np.exp(-gate)) * project(h, "up", e, b), "down", e, b)
+    return out
+
+
+def _expert_mixtures(rng, ranks, B):
+    """Nobody, one slot, several of one bucket, several of all."""
+    none = {rank: np.full(B, -1, np.int32) for rank in ranks}
+    bucket = rng.integers(-1, len(ranks), B)
+    every = {rank: np.where(bucket == i, rng.integers(0, S, B), -1).astype(np.int32) for i, rank in enumerate(ranks)}
+    one = np.where(np.arange(B) % 3 == 0, -1, 4).astype(np.int32)
+    return [none, none | {ranks[-1]: one}, none | {ranks[0]: rng.integers(-1, S, B).astype(np.int32)}, every]
+
+
+@pytest.mark.parametrize("ranks", [(1, 4), (2, 32)])
+def test_experts_of_every_mixture_are_right_and_all_are_one_program(ranks, rng):
+    """Both forms of a sum over the rank; also more rows than slots."""
+    stacks, p, x, ids = _expert_case(rng, ranks, 8, 2)
+    run = _program(_experts)
+    for slots in _expert_mixtures(rng, ranks, 8):
+        want = _experts_in_float64(stacks, slots, p, x, ids)
+        # float32: three products of at most 32 terms one after the other
+        np.testing.assert_allclose(run(stacks, slots, p, x, ids), want, atol=2e-5 * max(1.0, np.abs(want).max()))
+    assert run._cache_size() == 1
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("ranks", [(1, 4), (2, 32)])
+def test_another_slot_of_the_experts_changes_no_bit(ranks, rng):
+    """Neither by what it holds, be it NaN, nor by which rows name it."""
+    run, (stacks, p, x, ids) = _program(_experts), _expert_case(rng, ranks, 8, 2)
+    for slots in _expert_mixtures(rng, ranks, 8)[1:]:
+        clean = np.asarray(run(stacks, slots, p, x, ids))
+        for rank in ranks:
+            for slot in (0, 4):
+                got = np.asarray(run(stacks | {rank: _spoilt(stacks[rank], slot, rng)}, slots, p, x, ids))
+                np.testing.assert_array_equal(got[slots[rank] != slot], clean[slots[rank] != slot])
+        moved = {rank: named.copy() for rank, named in slots.items()}
+        moved[ranks[0]][4:], moved[ranks[1]][4:] = rng.integers(-1, S, 4), -1
+        np.testing.assert_array_equal(np.asarray(run(stacks, moved, p, x, ids))[:4], clean[:4])
+
+
+# Whole decoders.
+
+DECODERS = {
+    "llama": [AdapterConfig(1, 0.5, ("embed", "gate", "unembed")), *(AdapterConfig(3, a, ("q", "down", "embed")) for a in (7.0, 2.0))],
+    "deepseek_v3": [
+        AdapterConfig(2, 4.0, ("kv_a", "kv_b", "gate")),
+        AdapterConfig(2, 1.0, ("kv_b", "down")),
+        AdapterConfig(1, 3.0, ("q_b", "up")),
+    ],
+}
+
+
+@functools.partial(jax.jit, static_argnames="cfg")
+def _logits(params, lora, tokens_BT, *, cfg):
+    positions = jnp.broadcast_to(jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None], tokens_BT.shape)
+    h, _ = transformer.hidden_states(params, lora, transformer.Inputs(tokens_BT, positions), cfg)
+    return transformer.logits(params, lora, h)
+
+
+def _resident(rng, specs, configs):
+    return tree.stack_adapters(specs, {str(i): (c, random_adapter(rng, specs, c)) for i, c in enumerate(configs)})
+
+
+def _blocks_and_rows(rng, stacks, slots):
+    """Adapters of blocks of two rows, the last block the base's; the order in which rows name the same slots, and they."""
+    by_bucket = {b: [s.index for s in slots.values() if s.bucket == b] for b in stacks}
+    blocks = tree.bind_slots(stacks, {b: np.array(s) for b, s in by_bucket.items()}, base_blocks=1)
+    named = [(b, s) for b in sorted(by_bucket) for s in by_bucket[b] for _ in range(2)] + [(0, -1)] * 2
+    order = rng.permutation(len(named))
+    return blocks, order, {b: np.array([named[i][1] if named[i][0] == b else -1 for i in order], np.int32) for b in stacks}
+
+
+@pytest.mark.parametrize("T", [1, 5])
+@pytest.mark.parametrize("family", DECODERS)
+def test_a_decoder_s_rows_equal_its_blocks(family, T, rng, tiny_base):
+    base = tiny_base(family)
+    stacks, slots = _resident(rng, transformer.abstract(base.cfg), DECODERS[family])
+    blocks, order, named = _blocks_and_rows(rng, stacks, slots)
+    tokens = rng.integers(97, size=(len(order), T)).astype(np.int32)
+    want = np.asarray(_logits(base.params, blocks, tokens, cfg=base.cfg))
+    got = np.zeros_like(want)
+    got[order] = _logits(base.params, name_slots(stacks, named), tokens[order], cfg=base.cfg)
+    np.testing.assert_allclose(got, want, rtol=0, atol=5e-6 * np.abs(want).max())  # float32 sums in another order
+    bare = np.asarray(_logits(base.params, None, tokens, cfg=base.cfg))
+    assert np.abs(want - bare)[:-2].max(axis=(1, 2)).min() > 1e-3, "an adapter that does nothing says nothing"
+
+
+EVEN = ModelConfig("qwen3", vocab_size=96, d_model=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=80, qk_norm=True)
+
+
+def test_a_decoder_s_rows_over_eight_devices_equal_one(rng, mesh8):
+    """The base and the adapters' stacks split as they are in use."""
+    specs = transformer.abstract(EVEN)
+    base = jax.device_get(params_lib.init(specs, jax.random.key(int(rng.integers(2**31)))))
+    configs = [AdapterConfig(rank, 4.0, ("q", "v", "o", "down", "embed", "unembed")) for rank in (2, 2, 3)]
+    stacks, slots = _resident(rng, specs, configs)
+    _, order, named = _blocks_and_rows(rng, stacks, slots)
+    tokens = rng.integers(96, size=(len(order), 1)).astype(np.int32)
+    want = np.asarray(_logits(base, name_slots(stacks, named), tokens, cfg=EVEN))
+    params = jax.device_put(base, sharding.shardings(specs, mesh8))
+    for b, stack in stacks.items():
+        placed = sharding.shardings(tree.stack_specs(specs, configs[0].targets, b, stack.slots), mesh8)
+        stacks[b] = AdapterStack(jax.device_put(stack.factors, placed), stack.scale, b)
+    with jax.set_mesh(mesh8):
+        got = jax.device_get(_logits(params, name_slots(stacks, named), tokens, cfg=EVEN))
+    np.testing.assert_allclose(got, want, atol=1e-4 * max(1.0, np.abs(want).max()))  # float32 sums, split over devices
+
+
+def test_without_a_stack_there_are_no_adapters():
+    assert name_slots({}, {}) is None
+    assert not RowAdapters(()).targeted

@@ -1,0 +1,467 @@
+"""The cache in pages: attention over random tables against a softmax in float64, what is written and where; on one device and eight.
+
+``continued`` runs a decoder through pages that hold NaN wherever no token is, for the tests of the decoders' families.
+
+Axes: B rows, T new tokens, S positions, N query heads, K kv heads, H head dim, L layers, U pages of a part, D table entries, Q prompts,
+Z teams, W rows of a team.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mint_jax import sharding
+from mint_jax.lora import tree
+from mint_jax.mesh import make_mesh
+from mint_jax.models import paged, transformer
+from mint_jax.models.paged import PAGE, RUN, RUN_PAGES, TEAM, Teams, View
+from pallas_kernels import paged as pages
+from pallas_kernels.partial import MASKED, Partial, join, partial_softmax
+
+NOWHERE = 2**30  # a page that no device has
+LENGTHS = (0, 1, 31, 32, 33, 127, 128, 129, 255, 256, 257, 300)
+LONGEST = max(LENGTHS)
+SCALE = 0.4
+
+
+class Layout(NamedTuple):
+    """Where rows' tokens lie: pages in random order, numbered within a row's part of the mesh.
+
+    Attributes:
+        pages: U of each part.
+        table: ``[B, D]``; random numbers where a row has no page, some of them of no page.
+        prefix: ``[B]``.
+        prompt: ``[B]`` which prompt each row has.
+        of_prompt: (part, prompt) -> its pages; a prompt's pages are in every part that has a row of it.
+    """
+
+    pages: int
+    parts: int
+    table: np.ndarray
+    prefix: np.ndarray
+    prompt: np.ndarray
+    of_prompt: dict[tuple[int, int], np.ndarray]
+
+    def part(self, b):
+        return b // (len(self.table) // self.parts)
+
+    def at(self, own_B):
+        """The page of each row's own token of this number."""
+        entry = -(-self.prefix // RUN) * RUN_PAGES + own_B // PAGE
+        return np.take_along_axis(self.table, entry[:, None], axis=1)[:, 0]
+
+    def view(self, own_B, teams=None):
+        """That of one new token for each row."""
+        own = np.asarray(own_B, np.int32)
+        in_team = np.zeros(len(own), bool) if teams is None else teams.place >= 0
+        first = np.where(in_team, -(-self.prefix // RUN), 0).astype(np.int32)
+        return View(self.table, self.prefix, own, first, self.at(own), own % PAGE, teams)
+
+    def teams(self, rng, alone=()):
+        """Rows of one prompt together, in places at random, but for those that stay alone."""
+        B, D = self.table.shape
+        Z, per_part = B, B // self.parts
+        rows, place = np.full((Z, TEAM), -1, np.int32), np.full(B, -1, np.int32)
+        table, prefix = rng.integers(0, self.pages, (Z, D)).astype(np.int32), np.zeros(Z, np.int32)
+        for part in range(self.parts):
+            z = 0
+            for q in range(int(self.prompt.max()) + 1):
+                mine = [b for b in range(part * per_part, (part + 1) * per_part) if self.prompt[b] == q and b not in alone]
+                for some in (mine[i : i + TEAM] for i in range(0, len(mine), TEAM)):
+                    pages = self.of_prompt[part, q]
+                    at = part * per_part + z
+                    table[at, : len(pages)], prefix[at] = pages, self.prefix[some[0]]
+                    for b, w in zip(some, rng.permutation(TEAM)):
+                        rows[at, w], place[b] = b - part * per_part, z * TEAM + w
+                    z += 1
+        return Teams(rows, table, prefix, place)
+
+    def where(self, b, own):
+        """``[prefix + own, 2]``: page, of all parts together, and position of each of a row's tokens."""
+        runs = -(-self.prefix[b] // RUN)
+        places = [*range(self.prefix[b]), *(runs * RUN + i for i in range(own))]
+        return np.array([(self.part(b) * self.pages + self.table[b, p // PAGE], p % PAGE) for p in places], int).reshape(-1, 2)
+
+
+def lay_out(rng, prompt_B, prefix_Q, room, parts=1, longest=None):
+    """Pages for prompts of these lengths, at most ``longest``, and for ``room`` own tokens of every row."""
+    prompt_B, prefix_Q = np.asarray(prompt_B), np.asarray(prefix_Q, np.int32)
+    longest = int(prefix_Q.max()) if longest is None else longest
+    B, own = len(prompt_B), -(-room // PAGE)
+    D = -(-longest // RUN) * RUN_PAGES + -(-own // RUN_PAGES) * RUN_PAGES
+    U = min(B // parts, len(prefix_Q)) * -(-longest // PAGE) + own * (B // parts) + 3
+    free = [list(rng.permutation(U)) for _ in range(parts)]
+    of_prompt, table = {}, np.where(rng.random((B, D)) < 0.5, rng.integers(0, U, (B, D)), NOWHERE).astype(np.int32)
+    for b, q in enumerate(prompt_B):
+        part = b // (B // parts)
+        if (part, q) not in of_prompt:
+            of_prompt[part, int(q)] = np.array([free[part].pop() for _ in range(-(-prefix_Q[q] // PAGE))], np.int32)
+        pages, begin = of_prompt[part, q], -(-prefix_Q[q] // RUN) * RUN_PAGES
+        table[b, : len(pages)] = pages
+        table[b, begin : begin + own] = [free[part].pop() for _ in range(own)]
+    return Layout(U, parts, table, prefix_Q[prompt_B], prompt_B, of_prompt)
+
+
+def left_over(rng, spec):
+    """What the pages' last owners left: NaN, infinities and large numbers."""
+    if not jnp.issubdtype(spec.dtype, jnp.floating):
+        return rng.integers(0, 200, spec.shape).astype(spec.dtype)
+    return rng.choice(np.array([np.nan, np.inf, -np.inf, 1e30, -3.0], np.float32), spec.shape).astype(spec.dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("cfg",))
+def _step(params, stacks, slots, tokens_BT, positions_BT, pool, view, *, cfg):
+    lora = tree.name_slots(stacks, slots)
+    h, pool = transformer.hidden_states(params, lora, transformer.Inputs(tokens_BT, positions_BT, pool=pool, view=view), cfg)
+    return transformer.logits(params, lora, h), pool
+
+
+class Continued(NamedTuple):
+    """What ``continued`` found.
+
+    Attributes:
+        first: of each prompt ``[n, V]``, logits of its tokens.
+        rest: ``[B, T, V]``, those of the new ones.
+        pool, layout: the cache behind it.
+    """
+
+    first: list[np.ndarray]
+    rest: np.ndarray
+    pool: dict
+    layout: Layout
+
+
+def continued(rng, params, cfg, prompts, prompt_B, new_BT, stacks=None, slots_Q=None, parts=1, alone=(), routes=False):
+    """Prompts through prefill in two calls or more, then each row's new tokens one by one, those of one prompt in teams.
+
+    Args:
+        prompts: tokens of each.
+        prompt_B: which prompt each row continues.
+        slots_Q: by rank bucket, the slot that each prompt and its rows name.
+        parts: into how many the mesh that is set splits rows and pages.
+        alone: rows in no team.
+        routes: with experts recorded.
+    """
+    stacks, slots_Q = stacks or {}, {b: np.asarray(s, np.int32) for b, s in (slots_Q or {}).items()}
+    B, T = new_BT.shape
+    layout = lay_out(rng, prompt_B, [len(p) for p in prompts], T, parts)
+    D = layout.table.shape[1]
+    pool = jax.tree.map(functools.partial(left_over, rng), transformer.cache_specs(cfg, layout.pages * parts, routes=routes))
+    todo = [[(q, i) for (part, q), pages in layout.of_prompt.items() if part == n for i in range(len(pages))] for n in range(parts)]
+    C = -(-max(map(len, todo)) // 2)  # blocks of a part in one call
+    first = [np.zeros((len(p), cfg.vocab_size), np.float32) for p in prompts]
+    while any(todo):
+        tokens, start = rng.integers(0, cfg.vocab_size, (parts * C, PAGE)).astype(np.int32), np.zeros(parts * C, np.int32)
+        page, of = np.full(parts * C, NOWHERE, np.int32), {}
+        table = rng.integers(0, layout.pages, (parts * C, D)).astype(np.int32)
+        for part in range(parts):
+            for c, (q, i) in enumerate(todo[part][:C], part * C):
+                some, pages = prompts[q][i * PAGE : (i + 1) * PAGE], layout.of_prompt[part, q]
+                tokens[c, : len(some)], start[c], page[c], of[c] = some, i * PAGE, pages[i], (q, i)
+                table[c, :i] = pages[:i]
+            todo[part] = todo[part][C:]
+        none = np.zeros(parts * C, np.int32)
+        slots = {b: np.array([s[of[c][0]] if c in of else -1 for c in range(parts * C)], np.int32) for b, s in slots_Q.items()}
+        positions = start[:, None] + np.arange(PAGE, dtype=np.int32)[None]
+        z, pool = _step(params, stacks, slots, tokens, positions, pool, View(table, start, none, none, page), cfg=cfg)
+        for c, (q, i) in of.items():
+            first[q][i * PAGE : (i + 1) * PAGE] = np.asarray(z)[c, : len(prompts[q]) - i * PAGE]
+    teams, slots, rest = layout.teams(rng, alone), {b: s[layout.prompt] for b, s in slots_Q.items()}, []
+    for t in range(T):
+        own = np.full(B, t, np.int32)
+        z, pool = _step(params, stacks, slots, new_BT[:, t : t + 1], (layout.prefix + own)[:, None], pool, layout.view(own, teams), cfg=cfg)
+        rest.append(np.asarray(z))
+    return Continued(first, np.concatenate(rest, axis=1), jax.device_get(pool), layout)
+
+
+# Attention by itself.
+
+
+@functools.partial(jax.jit, static_argnames="scale")
+def _attend(q, new, pool, layer, view, scale=SCALE):
+    return paged.grouped_query_attention(q, new, pool, layer, view, scale)
+
+
+def _normal(rng, *shape):
+    return rng.normal(size=shape).astype(np.float32)
+
+
+class Case(NamedTuple):
+    """Rows with tokens of theirs in one layer of a pool full of left-overs.
+
+    Attributes:
+        layout, own: where each row's tokens are, and how many of its own.
+        pool: ``k`` and ``v``.
+        keys: of each row ``{"k": [S, K, H], "v": ...}`` in order.
+        q, new: of T new tokens.
+    """
+
+    layout: Layout
+    own: np.ndarray
+    pool: dict
+    keys: list
+    q: np.ndarray
+    new: dict
+
+
+L, LAYER, H = 3, 1, 8
+
+
+def _case(rng, prompt_B, prefix_Q, own_B, N, K, parts=1):
+    layout, own = lay_out(rng, prompt_B, prefix_Q, LONGEST + 1, parts, LONGEST), np.asarray(own_B, np.int32)
+    B, U = len(own), layout.pages * parts
+    pool = {name: left_over(rng, jax.ShapeDtypeStruct((L, U, K, PAGE, H), np.float32)) for name in "kv"}
+    prompts = [{name: _normal(rng, n, K, H) for name in "kv"} for n in prefix_Q]
+    keys = []
+    for b, q in enumerate(layout.prompt):
+        keys.append({name: np.concatenate([prompts[q][name], _normal(rng, own[b], K, H)]) for name in "kv"})
+        for (page, at), k, v in zip(layout.where(b, own[b]), keys[b]["k"], keys[b]["v"]):
+            pool["k"][LAYER, page, :, at], pool["v"][LAYER, page, :, at] = k, v
+    return Case(layout, own, pool, keys, _normal(rng, B, 1, N, H) * 2, {name: _normal(rng, B, K, 1, H) for name in "kv"})
+
+
+def _softmax(q_TNH, k_SKH, v_SKH):
+    """In float64; the last T keys are the queries' own, seen causally."""
+    (T, N, _), (S, K, _) = q_TNH.shape, k_SKH.shape
+    k, v = (np.repeat(x.astype(np.float64), N // K, axis=1) for x in (k_SKH, v_SKH))
+    s = np.einsum("tnh,snh->nts", q_TNH.astype(np.float64), k) * SCALE
+    s = np.where(np.arange(S)[None] <= S - T + np.arange(T)[:, None], s, -np.inf)
+    w = np.exp(s - s.max(-1, keepdims=True))
+    return np.einsum("nts,snh->tnh", w / w.sum(-1, keepdims=True), v)
+
+
+def _want(case):
+    rows = zip(case.q, case.keys, case.new["k"], case.new["v"])
+    return np.stack([_softmax(q, *(np.concatenate([old[n], x.swapaxes(0, 1)]) for n, x in zip("kv", (k, v)))) for q, old, k, v in rows])
+
+
+def _run(case, teams, pool=None):
+    return jax.device_get(_attend(case.q, case.new, pool or case.pool, LAYER, case.layout.view(case.own, teams)))
+
+
+TOLERANCE = 2e-5  # float32: sums over up to 600 keys, merged from runs
+
+
+def _random_case(rng, rows, parts, N, K):
+    """Prompts of one to ten rows and of any length, one of them empty; every row has own tokens of any number."""
+    prompts = 4
+    prompt_B = np.concatenate([rng.permutation(rng.integers(0, prompts, rows // parts)) for _ in range(parts)])
+    prompt_B[:2] = 0, 1
+    prefix_Q = [0, *rng.choice(LENGTHS[1:], prompts - 1, replace=False)]
+    own_B = rng.choice(LENGTHS, rows)
+    own_B[0] = 0  # this row has nothing at all
+    return _case(rng, prompt_B, prefix_Q, own_B, N, K, parts)
+
+
+def _in_no_team(layout, rng):
+    return layout.teams(rng, alone=range(len(layout.table)))
+
+
+def test_attention_equals_a_softmax_whatever_lies_where(rng):
+    """Rows that read their prompt themselves, that all stand in teams, and some of both; and the new tokens are written."""
+    case = _random_case(rng, 24, 1, N=4, K=2)
+    want = _want(case)
+    for alone in (range(24), (), rng.choice(24, 10, replace=False)):
+        out, pool = _run(case, case.layout.teams(rng, alone))
+        np.testing.assert_allclose(out, want, atol=TOLERANCE)
+    for name in "kv":  # every row's new token, and nothing else
+        written = case.pool[name].copy()
+        written[LAYER, case.layout.at(case.own), :, case.own % PAGE] = case.new[name][:, :, 0]
+        np.testing.assert_array_equal(pool[name], written)
+
+
+@pytest.mark.parametrize("prefix", LENGTHS)
+def test_every_length_of_both_parts_is_read_to_its_end(prefix, rng):
+    case = _case(rng, [0] * len(LENGTHS), [prefix], LENGTHS, N=2, K=2)
+    for teams in (_in_no_team(case.layout, rng), case.layout.teams(rng)):
+        out, _ = _run(case, teams)
+        np.testing.assert_allclose(out, _want(case), atol=TOLERANCE)
+
+
+def test_no_teams_at_all_are_as_teams_of_nobody(rng):
+    case = _random_case(rng, 6, 1, N=4, K=2)
+    np.testing.assert_array_equal(_run(case, None)[0], _run(case, _in_no_team(case.layout, rng))[0])
+
+
+def test_more_teams_than_one_product_takes(rng):
+    """Nine rows of nine prompts, each in a team of its own: three products, of which the last has no four teams left."""
+    case = _case(rng, range(9), rng.choice(LENGTHS, 9), rng.choice(LENGTHS, 9), N=2, K=1)
+    out, _ = _run(case, case.layout.teams(rng))
+    np.testing.assert_allclose(out, _want(case), atol=TOLERANCE)
+
+
+@pytest.mark.bits
+def test_a_row_s_bits_are_the_same_wherever_it_stands_in_a_team_and_whoever_is_beside_it(rng):
+    case = _case(rng, [0] * 8 + [1] * 8, [200, 129], [40] * 16, N=4, K=2)
+    same = np.arange(16) // 8 * 8  # each team's rows are its first one over again
+    pool = {name: case.pool[name].copy() for name in "kv"}
+    for b in range(16):
+        for (page, at), (first, _) in zip(case.layout.where(b, 40)[-40:], case.layout.where(same[b], 40)[-40:]):
+            for name in "kv":
+                pool[name][LAYER, page, :, at] = pool[name][LAYER, first, :, at]
+    alike = case._replace(q=case.q[same], new={name: case.new[name][same] for name in "kv"})
+    out, _ = _run(alike, case.layout.teams(rng), pool)
+    np.testing.assert_array_equal(out, out[same])
+    assert np.any(out[0] != out[8])
+    others = alike.q.copy()
+    others[1:8] = np.nan
+    other, _ = _run(alike._replace(q=others), case.layout.teams(rng, alone=(1, 2, 8)), pool)
+    np.testing.assert_array_equal(other[0], out[0])
+    np.testing.assert_array_equal(other[9:], out[9:])
+
+
+@pytest.mark.bits
+def test_what_lies_where_no_token_is_changes_no_bit(rng):
+    case = _random_case(rng, 6, 1, N=4, K=2)
+    teams = case.layout.teams(rng, alone=(0, 3))
+    zeros = {name: np.zeros_like(x) for name, x in case.pool.items()}
+    for b, own in enumerate(case.own):
+        page, at = case.layout.where(b, own).T
+        for name in "kv":
+            zeros[name][LAYER, page, :, at] = case.pool[name][LAYER, page, :, at]
+    np.testing.assert_array_equal(_run(case, teams)[0], _run(case, teams, zeros)[0])
+
+
+def test_whole_pages_see_those_before_them_and_themselves_causally(rng):
+    """Blocks of two prompts in one call, which read what the same call has written, behind pages of an earlier call."""
+    K, N, n, other = 2, 4, 6, 3
+    layout = lay_out(rng, [0, 1], [n * PAGE, other * PAGE], 1)
+    long, short = ({name: _normal(rng, pages * PAGE, K, H) for name in "kv"} for pages in (n, other))
+    pool = {name: left_over(rng, jax.ShapeDtypeStruct((L, layout.pages, K, PAGE, H), np.float32)) for name in "kv"}
+    for name in "kv":
+        for i in range(2):
+            pool[name][LAYER, layout.of_prompt[0, 0][i]] = long[name][i * PAGE : (i + 1) * PAGE].swapaxes(0, 1)
+    blocks = [(0, i) for i in range(2, n)] + [(1, i) for i in range(other)]
+    tokens = [{name: (long, short)[q][name][i * PAGE : (i + 1) * PAGE] for name in "kv"} for q, i in blocks]
+    q_BTNH = _normal(rng, len(blocks) + 1, PAGE, N, H) * 2
+    page = np.array([*(layout.of_prompt[0, q][i] for q, i in blocks), NOWHERE], np.int32)
+    start = np.array([*(i * PAGE for _, i in blocks), 0], np.int32)
+    new = {name: np.stack([*(x[name].swapaxes(0, 1) for x in tokens), _normal(rng, K, PAGE, H)]) for name in "kv"}
+    none = np.zeros_like(start)
+    view = View(layout.table[[*(q for q, _ in blocks), 0]], start, none, none, page)
+    out, after = jax.device_get(_attend(q_BTNH, new, pool, LAYER, view))
+    for (q, i), ours, rows in zip(blocks, out, q_BTNH):
+        keys = [(long, short)[q][name][: (i + 1) * PAGE] for name in "kv"]
+        np.testing.assert_allclose(ours, _softmax(rows, *keys), atol=TOLERANCE)
+    for name in "kv":
+        pool[name][LAYER, page[:-1]] = new[name][:-1]
+        np.testing.assert_array_equal(after[name], pool[name])
+
+
+def test_a_page_that_is_not_there_is_written_nowhere(rng):
+    case = _random_case(rng, 6, 1, N=4, K=2)
+    view = case.layout.view(case.own, _in_no_team(case.layout, rng))
+    nowhere = np.where(np.arange(6) % 2, view.page, [case.layout.pages, 0, NOWHERE, 0, 2**31 - 1, 0]).astype(np.int32)
+    out, pool = jax.device_get(_attend(case.q, case.new, case.pool, LAYER, view._replace(page=nowhere)))
+    np.testing.assert_allclose(out, _want(case), atol=TOLERANCE)  # new tokens see themselves all the same
+    for name in "kv":
+        written = case.pool[name].copy()
+        mine = np.arange(1, 6, 2)
+        written[LAYER, view.page[mine], :, case.own[mine] % PAGE] = case.new[name][mine, :, 0]
+        np.testing.assert_array_equal(pool[name], written)
+
+
+@pytest.mark.parametrize("T", [1, PAGE])
+def test_experts_are_recorded_where_the_tokens_are(T, rng):
+    B, X = 5, 3
+    layout, own = lay_out(rng, range(B), [40] * B, 64), rng.integers(0, 64, B).astype(np.int32)
+    pool = left_over(rng, jax.ShapeDtypeStruct((L, layout.pages, PAGE, X), np.uint8))
+    ids = rng.integers(0, 256, (B, T, X)).astype(np.int32)
+    view = layout.view(own)
+    view = view._replace(page=np.where(np.arange(B) == 2, NOWHERE, view.page).astype(np.int32), at=view.at if T == 1 else None)
+    got = jax.jit(paged.record, static_argnums=3)(pool, ids, paged.Cache({}, np.int32(LAYER), view), None)
+    for b in (0, 1, 3, 4):
+        if T == 1:
+            pool[LAYER, view.page[b], view.at[b]] = ids[b, 0]
+        else:
+            pool[LAYER, view.page[b]] = ids[b]
+    np.testing.assert_array_equal(got, pool)
+
+
+def test_chosen_keys_are_the_only_ones_in_teams_and_alone(rng):
+    """Two tokens and three heads a row over keys that all heads share, as latents are."""
+    B, T, N = 9, 2, 3
+    layout, own = (
+        lay_out(rng, rng.integers(0, 3, B), rng.choice(LENGTHS[1:], 3), LONGEST + 1, 1, LONGEST),
+        rng.choice(LENGTHS, B).astype(np.int32),
+    )
+    pool = left_over(rng, jax.ShapeDtypeStruct((L, layout.pages, PAGE, H), np.float32))
+    values, places = _normal(rng, layout.pages, PAGE, H), [layout.where(b, own[b]) for b in range(B)]
+    for where in places:
+        pool[LAYER, where[:, 0], where[:, 1]] = values[where[:, 0], where[:, 1]]
+    q, extra = _normal(rng, B, T * N, H), _normal(rng, B, 1, H)
+    chosen = rng.random((B, T, layout.table.shape[1] // RUN_PAGES, RUN)) < 0.3
+
+    def score_of(keys, q, seen_BTS):
+        s = jnp.einsum("BMH,BSH->BMS", q, keys)
+        s = jnp.where(jnp.repeat(seen_BTS, N, axis=1), s, MASKED)
+        return partial_softmax(s, lambda w: jnp.einsum("BMS,BSH->BMH", w, keys))
+
+    @jax.jit
+    def run(q, extra, pool, view, chosen):
+        def score(q, run, seen):
+            seen = seen if seen.ndim == 3 else jnp.broadcast_to(seen[:, None], (len(q), q.shape[1] // N, RUN))
+            return score_of(pages.clean(pages.read(pool, LAYER, run), jnp.any(seen, axis=1)), q, seen)
+
+        whole = join(paged.attend(view, q, functools.partial(pages.attend, score), chosen), score_of(extra, q, jnp.ones((B, T, 1), bool)))
+        return whole.value / whole.total
+
+    want = []
+    for b in range(B):
+        bits = chosen[b].reshape(T, -1)
+        place = [*range(layout.prefix[b]), *(-(-layout.prefix[b] // RUN) * RUN + i for i in range(own[b]))]
+        keys = np.concatenate([values[tuple(places[b].T)], extra[b]]).astype(np.float64)
+        seen = np.repeat(np.concatenate([bits[:, place], np.ones((T, 1), bool)], axis=1), N, axis=0)
+        s = np.where(seen, q[b].astype(np.float64) @ keys.T, -np.inf)
+        w = np.exp(s - s.max(-1, keepdims=True))
+        want.append(w / w.sum(-1, keepdims=True) @ keys)
+    for alone in (range(B), (), (0, 4)):
+        got = run(q, extra, pool, layout.view(own, layout.teams(rng, alone)), chosen)
+        np.testing.assert_allclose(got, want, atol=TOLERANCE)
+
+
+def test_nothing_to_read_has_no_weight():
+    none = Partial(jnp.full((2, 1), MASKED), jnp.zeros((2, 1)), jnp.zeros((2, 3)))
+    one = Partial(jnp.full((2, 1), -80.0), jnp.ones((2, 1)), jnp.full((2, 3), 5.0))
+    for both in (join(none, one), join(one, none)):
+        np.testing.assert_array_equal(both.value / both.total, np.full((2, 3), 5.0))
+
+
+# On eight devices: heads over tensor where they divide, else rows; pages are numbered within a part.
+MESHES = {
+    "heads over tensor": ({"data": 2, "fsdp": 2, "tensor": 2}, 4, 2, 4),
+    "rows over tensor": ({"data": 2, "fsdp": 2, "tensor": 2}, 6, 3, 8),
+    "one part": ({"tensor": 8}, 8, 8, 1),
+    "rows alone": ({"data": 4, "expert": 2}, 4, 2, 8),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_eight_devices_equal_a_softmax(name, rng):
+    sizes, N, K, parts = MESHES[name]
+    mesh = make_mesh(sizes)
+    case = _random_case(rng, 32, parts, N, K)
+    with jax.set_mesh(mesh):
+        rows, heads = sharding.cache_axes(K)
+        assert sharding.ways(rows, mesh) == parts
+        pool = {
+            k: jax.device_put(x, jax.NamedSharding(mesh, sharding.partition((None, rows, heads, None, None), mesh)))
+            for k, x in case.pool.items()
+        }
+        out, after = _run(case, case.layout.teams(rng, rng.choice(32, 8, replace=False)), pool)
+        X = 3
+        routes = left_over(rng, jax.ShapeDtypeStruct((L, case.layout.pages * parts, PAGE, X), np.uint8))
+        ids, view = rng.integers(0, 256, (32, 1, X)).astype(np.int32), case.layout.view(case.own)
+        recorded = jax.jit(paged.record, static_argnums=3)(routes, ids, paged.Cache({}, np.int32(LAYER), view), K)
+    np.testing.assert_allclose(out, _want(case), atol=TOLERANCE)
+    page = case.layout.at(case.own) + case.layout.pages * np.array([case.layout.part(b) for b in range(32)])
+    for k in "kv":
+        written = case.pool[k].copy()
+        written[LAYER, page, :, case.own % PAGE] = case.new[k][:, :, 0]
+        np.testing.assert_array_equal(after[k], written)
+    routes[LAYER, page, case.own % PAGE] = ids[:, 0]
+    np.testing.assert_array_equal(recorded, routes)

@@ -1,0 +1,15 @@
+"""Programs as they are lowered for a GPU, where there is none."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+HOPPER = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")  # from JAX 0.12 on Pallas asks for which
+
+
+def text(fn: Callable[..., Any], *args: Any) -> str:
+    """What a call of ``fn`` is lowered to."""
+    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=HOPPER)):
+        return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()

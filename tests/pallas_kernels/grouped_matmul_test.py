@@ -1,0 +1,115 @@
+"""The kernel of GPUs against float64, and what it is lowered to; its isolation is in ``models/grouped_test.py``, with the other forms'."""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mint_jax.aot.flops import traced_flops
+from pallas_kernels import dispatch, grouped_matmul
+from pallas_kernels.grouped_matmul import pallas_gpu, reference, shapes
+from tests.pallas_kernels import gpu
+
+SMALL = pallas_gpu.Config(rows=16, columns=32, depth=16, warps=4)  # several tiles, blocks and steps
+
+
+@functools.partial(jax.jit, static_argnames=("transposed", "how"))
+def kernel(x, w, sizes, index, transposed, how):
+    return pallas_gpu.grouped_matmul(x, w, sizes, index, transposed, how, interpret=True)
+
+
+def problem(rng, sizes, behind, K, N, index, transposed, dtype, stored):
+    G, M = len(sizes), sum(sizes) + behind
+    w = rng.normal(size=(G + 2, *((N, K) if transposed else (K, N))))
+    w = jnp.array(np.rint(20 * w), jnp.int8) if stored == "int8" else jnp.array(w, stored)
+    index = jnp.array(rng.permutation(G + 2)[:G], jnp.int32) if index else None
+    return jnp.array(rng.normal(size=(M, K)), dtype), w, jnp.array(sizes, jnp.int32), index
+
+
+# Of the largest entry. float32: sums of up to 100 products in another order; bfloat16: the result is rounded once.
+TOLERANCE = {"float32": 1e-6, "bfloat16": 2**-8}
+
+CASES = [
+    # sizes, rows behind, K, N, index, transposed, rows, matrices, blocks
+    ((5, 0, 40, 16, 0), 7, 40, 50, True, False, "float32", "float32", SMALL),
+    ((5, 0, 40, 16, 0), 7, 40, 50, True, True, "bfloat16", "bfloat16", SMALL),
+    ((0, 0, 33), 0, 64, 64, False, True, "float32", "bfloat16", SMALL),
+    ((1, 2, 3), 90, 100, 16, False, False, "bfloat16", "int8", SMALL),
+    ((20, 70), 0, 16, 100, False, False, "bfloat16", "float8_e4m3fn", SMALL),
+    ((0, 0), 9, 16, 16, False, False, "float32", "float32", SMALL),
+    ((30, 3), 4, 3, 1, True, False, "float32", "float32", None),  # less than any block
+    ((150, 7), 4, 200, 130, False, True, "bfloat16", "bfloat16", None),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_products_are_those_of_float64(rng, case):
+    *made, how = case
+    x, w, sizes, index = problem(rng, *made)
+    got, want = kernel(x, w, sizes, index, made[5], how), reference.grouped_matmul(x, w, sizes, index, made[5])
+    assert got.dtype == x.dtype
+    np.testing.assert_allclose(np.array(got, np.float64), want, atol=TOLERANCE[made[6]] * np.abs(want).max(initial=1e-30), rtol=0)
+    assert not np.array(got, np.float32)[sum(made[0]) :].any(), "rows behind the last group"
+
+
+def test_a_groups_rows_keep_their_bits_wherever_others_end(rng):
+    x, w, _, _ = problem(rng, (0, 0, 0), 80, 40, 50, False, False, "bfloat16", "bfloat16")
+    mine, seen = x[30:60], set()
+    for before, behind in ((30, 20), (3, 0), (0, 50), (17, 1)):
+        rows = jnp.concatenate([x[:before], mine, x[:behind], jnp.zeros((50 - before - behind, 40), x.dtype)])
+        got = kernel(rows, w[:3], jnp.array([before, 30, behind], jnp.int32), None, False, SMALL)[before : before + 30]
+        seen.add(np.array(got).tobytes())
+    assert len(seen) == 1
+
+
+def arguments(shape: shapes.Shape):
+    w = (shape.d_out, shape.d_in) if shape.transposed else (shape.d_in, shape.d_out)
+    dims = ((shape.rows, shape.d_in), shape.dtype), ((shape.groups, *w), shape.stored), ((shape.groups,), "int32")
+    return [jax.ShapeDtypeStruct(*one) for one in dims]
+
+
+@pytest.mark.parametrize("shape", shapes.SHAPES, ids=str)
+def test_for_a_gpu_it_is_one_kernel_and_elsewhere_none(shape):
+    call = functools.partial(grouped_matmul.grouped_matmul, transposed=shape.transposed)
+
+    def calls(text: str) -> tuple[int, int]:
+        return text.count("__gpu$xla.gpu.triton"), text.count("ragged_dot")
+
+    assert calls(gpu.text(call, *arguments(shape))) == (1, 0)
+    for platform in ("tpu", "cpu"):
+        kernels, ragged = calls(jax.jit(call).trace(*arguments(shape)).lower(lowering_platforms=(platform,)).as_text())
+        assert kernels == 0
+        assert ragged > 0 or platform == "cpu"
+
+
+def test_its_flops_are_counted():
+    call = functools.partial(grouped_matmul.grouped_matmul, implementation="pallas_gpu")
+    jaxpr = jax.make_jaxpr(call)(*arguments(shapes.SHAPES[0]))
+    assert traced_flops(jaxpr.jaxpr) == 2 * 512 * 2048 * 768
+
+
+def test_it_says_what_it_does_not_serve(monkeypatch):
+    def told(shape, **other):
+        x, w, sizes = arguments(shape)
+        args = {"x": x, "w": w, "sizes": sizes, "index": None} | other
+        return dict(dispatch.explain(grouped_matmul.table(False), *args.values()))["pallas_gpu"]
+
+    small = shapes.Shape(16, 32, 32, 2)
+    assert told(small) == "serves on cuda"
+    assert told(small._replace(dtype="float16")).startswith("does not serve: rows are float16")
+    assert told(small._replace(stored="int4")).startswith("does not serve: matrices are int4")
+    assert told(small._replace(rows=0)) == "does not serve: no rows or no groups"
+    # Sizes at which Pallas' places in arrays of bytes are beyond 31 bits and not yet of 64.
+    for groups, serves in ((31, True), (32, False), (64, False), (65, True)):
+        one = told(small, w=jax.ShapeDtypeStruct((groups, 8192, 8192), "int8"))
+        assert one == "serves on cuda" if serves else "between 2 and 4 GiB" in one
+    for attached, serves in (("8.0", False), ("8.9", True), ("10.0", True)):  # to convert float8 for the first Triton ends the process
+        devices = [types.SimpleNamespace(compute_capability=one) for one in ("9.0", attached)]
+        monkeypatch.setattr(jax, "local_devices", lambda backend, devices=devices: devices)
+        assert (told(small._replace(stored="float8_e4m3fn")) == "serves on cuda") == serves
+        assert told(small._replace(stored="int8")) == "serves on cuda"
+    with pytest.raises(ValueError, match="no implementation 'triton'; choose one of: auto, pallas_gpu, xla"):
+        grouped_matmul.grouped_matmul(jnp.ones((2, 2)), jnp.ones((1, 2, 2)), jnp.array([2]), implementation="triton")

@@ -1,0 +1,142 @@
+"""Attention of packed rows against float64, forward and backward; what is passed over, races, and what TPUs' compilers make of it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import SingleDeviceSharding
+
+from mint_jax import sharding
+from mint_jax.aot import chips
+from mint_jax.models.attention import Segments, packed_attention
+from pallas_kernels.packed_attention import backward, forward, pallas_tpu, reference, shapes
+from pallas_kernels.packed_attention.pallas_tpu import Config
+from tests.pallas_kernels.packed_lora_test import CHIPS
+
+SCALE = 0.3
+
+
+def arguments(rng, B, K, G, T, H, V, dtype="float32"):
+    """q, k, v, own, parent, g: texts of any length, some the rollouts of the one before."""
+
+    def normal(*shape):
+        return jnp.array(rng.normal(size=shape), dtype)
+
+    own = np.sort(rng.integers(0, 6, (B, T)), axis=1).astype(np.int32)
+    parent = np.where(rng.integers(0, 2, (B, 6)) > 0, np.maximum(np.arange(6) - 1, 0), np.arange(6)).astype(np.int32)
+    return (
+        normal(B, K, G, T, H),
+        normal(B, K, T, H),
+        normal(B, K, T, V),
+        own,
+        np.take_along_axis(parent, own, axis=1),
+        normal(B, K, G, T, V),
+    )
+
+
+def both(q, k, v, own, parent, g, **how):
+    out, lse = forward(q, k, v, own, parent, scale=SCALE, **how)
+    return out, lse, *backward(q, k, v, own, parent, out, lse, g, scale=SCALE, **how)
+
+
+def wanted(q, k, v, own, parent, g):
+    return *reference.attention(q, k, v, own, parent, SCALE), *reference.gradients(q, k, v, own, parent, SCALE, g)
+
+
+# float32: sums of up to 400 terms in another order. bfloat16: scores' weights and gradients are rounded before they are multiplied.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (2, 2, 3, 300, 16, 24, "float32"),  # blocks of 128, the last with padding; values of another width
+        (1, 1, 2, 400, 64, 64, "bfloat16"),
+        (1, 2, 1, 17, 8, 8, "float32"),
+    ],
+    ids=str,
+)
+def test_values_and_gradients_are_those_of_float64(rng, shape):
+    args = arguments(rng, *shape)
+    made = jax.jit(functools.partial(both, config=Config(block=256), interpret=True))(*args)
+    for ours, theirs in zip(made, wanted(*args), strict=True):
+        np.testing.assert_allclose(np.array(ours, np.float64), theirs, atol=TOLERANCE[shape[-1]] * max(1, np.abs(theirs).max()), rtol=0)
+
+
+def test_blocks_of_strangers_are_passed_over_and_their_numbers_never_seen(rng):
+    """A text that is not finite, in blocks of its own, changes no bit of the others in its row."""
+    q, k, v, _, _, g = arguments(rng, 1, 1, 2, 512, 16, 16)
+    own = np.repeat(np.array([3, 0, 1, 2], np.int32), 128)[None]
+    parent = np.repeat(np.array([3, 0, 1, 0], np.int32), 128)[None]  # the last sees the second; ranges of the others keep apart
+    _, _, meet = pallas_tpu._segments(pallas_tpu._Blocks(512, Config(block=128)), jnp.array(own), jnp.array(parent))
+    assert meet[0].tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 1, 0, 1]]
+    run = jax.jit(functools.partial(both, config=Config(block=128), interpret=True))
+    clean = run(q, k, v, own, parent, g)
+    bad = slice(256, 384)
+    spoilt = run(q.at[..., bad, :].set(np.nan), k.at[..., bad, :].set(np.inf), v.at[..., bad, :].set(np.nan), own, parent, g)
+    for x, y in zip(clean, spoilt, strict=True):
+        axis = x.shape.index(512)
+        for kept in (slice(0, 256), slice(384, 512)):
+            at = (slice(None),) * axis + (kept,)
+            assert np.array(x)[at].tobytes() == np.array(y)[at].tobytes()
+    assert np.isnan(np.array(spoilt[0])[:, :, :, bad]).all()
+
+
+def test_kernels_have_no_races_and_read_nothing_that_was_not_written(rng):
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    args = arguments(rng, 1, 1, 2, 256, 16, 16)
+    made = both(*args, config=Config(block=128), interpret=pltpu.InterpretParams(detect_races=True))
+    assert not interpret_pallas_call.races.races_found
+    for ours, theirs in zip(made, wanted(*args), strict=True):
+        np.testing.assert_allclose(np.array(ours, np.float64), theirs, atol=1e-5 * max(1, np.abs(theirs).max()), rtol=0)
+
+
+def test_over_a_mesh_each_device_has_its_rows_and_heads(rng, mesh8):
+    q, k, v, own, parent, g = arguments(rng, 4, 2, 2, 40, 16, 16)
+    segments, weights = Segments(own, parent), np.moveaxis(np.array(g), 3, 1).reshape(4, 40, 4, 16)
+
+    @functools.partial(jax.jit, static_argnames="kernel")
+    def run(q, k, v, kernel):
+        q, k, v = (sharding.constrain(x, "batch", None, "kv_heads", None) for x in (q, k, v))
+        out, vjp = jax.vjp(lambda *x: packed_attention(*x, segments, SCALE, kernel=kernel), q, k, v)
+        return out, *vjp(weights)
+
+    args = np.moveaxis(np.array(q), 3, 1).reshape(4, 40, 4, 16), np.moveaxis(np.array(k), 2, 1), np.moveaxis(np.array(v), 2, 1)
+    out, _, dq, dk, dv = wanted(q, k, v, own, parent, g)
+    theirs = *(np.moveaxis(x, 3, 1).reshape(4, 40, 4, 16) for x in (out, dq)), *(np.moveaxis(x, 2, 1) for x in (dk, dv))
+    with jax.set_mesh(mesh8):
+        for ours, want in zip(run(*args, kernel="pallas_tpu"), theirs, strict=True):
+            np.testing.assert_allclose(ours, want, atol=1e-5 * max(1, np.abs(want).max()), rtol=0)
+
+
+def check_compiled(chip: str, shape: shapes.Shape) -> None:
+    device = chips.target(chip).devices[0]
+    B, K, G, T, H, V, dtype = shape
+
+    def spec(*dims, dtype=dtype):
+        return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype), sharding=SingleDeviceSharding(device))
+
+    q, k, v, segments, g = spec(B, K, G, T, H), spec(B, K, T, H), spec(B, K, T, V), spec(B, T, dtype="int32"), spec(B, K, G, T, V)
+    pallas_tpu.require_forward(q, k, v)
+    with jax.default_device(device):
+        made = jax.jit(both).lower(q, k, v, segments, segments, g).compile()
+    assert made.as_text().count('custom_call_target="tpu_custom_call"') == 3, shape
+    # Operands that are padded and laid out anew where T or the widths are no multiples of 128; scores of 32,768 tokens would be 128 GiB.
+    operands = sum(x.size * x.dtype.itemsize for x in (q, k, v, g))
+    assert made.memory_analysis().temp_size_in_bytes < 4 * operands + (16 << 20), shape
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_a_tpus_compiler_takes_the_kernels(chip):
+    check_compiled(chip, shapes.TRAIN[1])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("chip", CHIPS)
+def test_a_tpus_compiler_takes_the_kernels_for_all_real_shapes(chip):
+    for shape in shapes.TRAIN:
+        check_compiled(chip, shape)

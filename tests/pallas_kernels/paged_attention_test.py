@@ -1,0 +1,158 @@
+"""Attention to a paged cache against float64, by XLA and by the kernel of TPUs: isolation, races, ahead-of-time compilation."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import dispatch, paged_attention
+from pallas_kernels.paged_attention import pallas_tpu, reference, shapes, xla
+from pallas_kernels.paged_tpu import Config
+from tests.pallas_kernels import pages
+from tests.pallas_kernels.pages import CHIPS
+
+SCALE = 0.15
+SMALL = Config(runs=2, slots=2, rows=8)  # several chunks of a row, blocks of queries, and little that is under way
+FORMS = {
+    "pallas_tpu": jax.jit(functools.partial(pallas_tpu.attend, scale=SCALE, interpret=True)),
+    "pallas_tpu small": jax.jit(functools.partial(pallas_tpu.attend, scale=SCALE, config=SMALL, interpret=True)),
+    "xla": jax.jit(functools.partial(xla.attend, scale=SCALE)),
+}
+
+
+def arguments(rng, B, K, M, H, X, L, dtype, **lengths):
+    rows, U = pages.random_rows(rng, B, L, **lengths)
+    k, v = (pages.random_pool(rng, rows, (L, U, K, pages.PAGE, X), H, dtype) for _ in "kv")
+    return jnp.array(2 * rng.normal(size=(B, K, M, H)), dtype), k, v, *rows
+
+
+def wanted(args):
+    return reference.paged_attention(*args, scale=SCALE)
+
+
+CASES = [  # B K M H X L
+    (6, 2, 3, 64, 128, 2, "float32"),
+    (5, 1, 24, 128, 128, 1, "float32"),
+    (4, 2, 16, 128, 128, 2, "bfloat16"),
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_values_are_those_of_float64(rng, form, case):
+    """Lengths at random, 0 in both parts too, and NaN wherever no token is."""
+    args = arguments(rng, *case)
+    made = FORMS[form](*args)
+    if form == "xla":  # for rows that have nothing it gives weights of masked scores, which vanish when it is joined to a part that has
+        there = np.array(wanted(args)[1]) > 0
+        made = [np.where(there, x, w) for x, w in zip(made, wanted(args))]
+    pages.close(made, wanted(args), case[-1])
+
+
+@pytest.mark.bits
+def test_auto_is_xla_on_a_cpu(rng):
+    args = arguments(rng, *CASES[0])
+    assert dict(dispatch.explain(paged_attention.ATTEND, *args))["pallas_tpu"] == "serves on tpu"
+    for one, other in zip(jax.jit(functools.partial(paged_attention.paged_attention, scale=SCALE))(*args), FORMS["xla"](*args)):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("lengths", [([256, 0, 0, 1], [0, 0, 128, 300]), ([0, 0, 0, 0], [0, 0, 0, 0]), ([129] * 4, [127] * 4)], ids=str)
+def test_rows_that_have_nothing_are_passed_over_wherever_they_stand(rng, lengths):
+    prefix, own = lengths
+    args = arguments(rng, 4, 2, 3, 64, 128, 2, "float32", prefix=prefix, own=own, first=[0] * 4)
+    for form in ("pallas_tpu", "pallas_tpu small"):
+        pages.close(FORMS[form](*args), wanted(args), "float32")
+
+
+@pytest.mark.bits
+@pytest.mark.parametrize("form", ["pallas_tpu", "pallas_tpu small"])
+def test_what_is_not_finite_stays_with_its_row(rng, form):
+    """In a row's query, keys and values: every other row keeps its bits, and the row tells."""
+    lengths = {"prefix": [200, 40, 129, 0], "own": [31, 140, 1, 33], "first": [0] * 4}
+    q, k, v, layer, table, *rest = arguments(rng, 4, 2, 3, 64, 128, 2, "float32", **lengths)
+    clean = FORMS[form](q, k, v, layer, table, *rest)
+    for value in (np.nan, np.inf, -np.inf):
+        for where in "qkv":
+            bad = int(rng.integers(4))
+            page, at, h = int(table[bad, 0]), 0, int(rng.integers(2))  # each row has a token there
+            args = {"q": q, "k": k, "v": v}
+            place = (bad, h, slice(None), 5) if where == "q" else (layer, page, h, at, slice(None) if where == "v" else 5)
+            args[where] = args[where].at[place].set(value)
+            made = FORMS[form](*args.values(), layer, table, *rest)
+            for one, other in zip(made, clean, strict=True):
+                others = np.arange(4) != bad
+                assert np.array(one)[others].tobytes() == np.array(other)[others].tobytes(), (where, value)
+            told = np.array(made.value / made.total)[bad, h]
+            # A score of -inf is a weight of 0, as in any softmax; a query's infinity meets keys of both signs.
+            assert not np.isfinite(told).all() or where == "k", (where, value)
+            if where == "k" and np.isnan(value):
+                assert np.isnan(told).any()
+
+
+@pytest.mark.bits
+def test_a_row_s_bits_do_not_depend_on_the_rows_beside_it(rng):
+    q, k, v, layer, table, prefix, own, first = arguments(rng, 6, 2, 3, 64, 128, 2, "float32")
+    form = FORMS["pallas_tpu small"]
+    together = form(q, k, v, layer, table, prefix, own, first)
+    order = rng.permutation(6)
+    for some in (order, order[:3]):  # another order, in which a part of the rows is of another size; and fewer
+        for one, other in zip(form(q[some], k, v, layer, *(x[some] for x in (table, prefix, own, first))), together):
+            np.testing.assert_array_equal(np.array(one), np.array(other)[some])
+
+
+def test_the_kernel_has_no_races_and_reads_nothing_that_was_not_written(rng):
+    """In the interpreter that keeps the device's memories and clocks, where scratch begins as NaN; pages that are not there end it."""
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    args = arguments(
+        rng, 6, 2, 3, 64, 128, 2, "float32", prefix=[200, 0, 1, 0, 129, 33], own=[129, 0, 31, 300, 0, 1], first=[0, 0, 0, 0, 1, 1]
+    )
+    for config, cores in ((SMALL, 1), (Config(runs=1, slots=3), 2)):
+        how = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=cores)
+        pages.close(pallas_tpu.attend(*args, scale=SCALE, config=config, interpret=how), wanted(args), "float32")
+        assert not interpret_pallas_call.races.races_found
+
+
+def test_an_implementation_says_why_it_does_not_serve_and_shapes_are_checked(rng):
+    def spec(*dims, dtype="bfloat16"):
+        return jax.ShapeDtypeStruct(dims, dtype)
+
+    def told(q, k, **how):
+        rows = spec(4, 8, dtype="int32"), *(spec(4, dtype="int32"),) * 3
+        return dict(dispatch.explain(paged_attention.ATTEND, q, k, k, spec(dtype="int32"), *rows))["pallas_tpu"]
+
+    assert told(spec(4, 2, 3, 64), spec(1, 9, 2, 32, 128)) == "serves on tpu"
+    assert told(spec(4, 2, 3, 64), spec(1, 9, 2, 32, 64)) == "does not serve: a pool's width 64 is no multiple of 128"
+    assert "all bfloat16 or all float32" in told(spec(4, 2, 3, 64, dtype="float32"), spec(1, 9, 2, 32, 128))
+    assert "MiB of a core's memory" in told(spec(4, 8, 8192, 128), spec(1, 9, 8, 32, 128))
+    args = arguments(rng, 2, 1, 1, 64, 128, 1, "float32")
+    with pytest.raises(ValueError, match=r"expected \[B, K, M, H\]"):
+        paged_attention.paged_attention(args[0], args[1][..., :32], *args[2:], scale=SCALE)
+    with pytest.raises(ValueError, match="D a multiple of 4"):
+        paged_attention.paged_attention(*args[:4], args[4][:, :3], *args[5:], scale=SCALE)
+    with pytest.raises(ValueError, match="prefix, own and first have shapes"):
+        paged_attention.paged_attention(*args[:5], args[5][:1], *args[6:], scale=SCALE)
+
+
+def check(chip: str, shape: shapes.Shape) -> None:
+    B, K, M, H, X, positions, dtype = shape
+    pool = ((2, 4096, K, pages.PAGE, X), dtype)
+    arrays = [((B, K, M, H), dtype), pool, pool, *pages.of_rows(B, positions)]
+    made = pages.compiled(chip, functools.partial(paged_attention.paged_attention, scale=SCALE), arrays)
+    pages.check_compiled(made, 4 * B * K * max(M, 8) * 128)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_a_tpus_compiler_takes_the_kernel_with_nothing_large_beside_it(chip):
+    check(chip, shapes.DECODE[0])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("chip", CHIPS)
+def test_a_tpus_compiler_takes_the_kernel_for_all_real_shapes(chip):
+    for shape in (*shapes.DECODE[1:], *shapes.TEAMS, *shapes.PREFILL):
+        check(chip, shape)

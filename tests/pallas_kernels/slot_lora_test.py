@@ -1,0 +1,216 @@
+"""Slot LoRA against float64: rows in any order, whole and in parts; isolation, races, a mesh, and what TPUs' compilers make of it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import SingleDeviceSharding
+
+from mint_jax.aot import chips
+from mint_jax.lora.apply import add_delta, batch_delta
+from mint_jax.lora.tree import AdapterStack, name_slots
+from mint_jax.mesh import make_mesh, single_device_mesh
+from pallas_kernels import slot_lora
+from pallas_kernels.packed_lora import pallas_gpu, reference, runs
+from pallas_kernels.packed_lora.pallas_tpu import Config
+from pallas_kernels.slot_lora import shapes
+from tests.pallas_kernels import gpu
+from tests.pallas_kernels.packed_lora_test import CHIPS, close
+
+SMALL = Config(rows=32, columns=128)
+TPU = slot_lora.pallas_tpu
+add, shrink, expand = (jax.jit(functools.partial(f, config=SMALL, interpret=True)) for f in (TPU.add, TPU.shrink, TPU.expand))
+on_gpu = jax.jit(functools.partial(slot_lora.pallas_gpu.add, how=pallas_gpu.Config(rows=16, depth=64, sums=32, warps=4), interpret=True))
+
+
+def arguments(rng, M, D, F, R, W, dtype):
+    """x, a, b, onto, slot, scale; rows in any order, some of none."""
+
+    def normal(*shape, scale=1.0):
+        return jnp.array(scale * rng.normal(size=shape), dtype)
+
+    slot, scale = jnp.array(rng.integers(-1, W, M), jnp.int32), jnp.array(rng.uniform(0.5, 2, M), jnp.float32)
+    return normal(M, D), normal(W, R, D, scale=D**-0.5), normal(W, R, F, scale=R**-0.5), normal(M, F), slot, scale
+
+
+def in_parts(x, a, b, onto, slot, scale):
+    """As two devices would that have half of the inputs each."""
+    halves = np.split(np.arange(x.shape[1]), 2)
+    return expand(sum(shrink(x[:, at], a[:, :, at], slot) for at in halves) * scale[:, None], b, onto, slot)
+
+
+FORMS = (add, in_parts, on_gpu)
+CASES = [
+    (70, 256, 384, 16, 90, "float32"),  # more slots than rows, several chunks of a tile
+    (8, 256, 128, 4, 20, "bfloat16"),
+    (33, 256, 128, 1, 5, "float32"),
+    (40, 256, 128, 64, 3, "bfloat16"),
+    (20, 256, 128, 256, 4, "float32"),
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=["whole", "in parts", "gpu"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_values_are_those_of_float64(rng, form, case):
+    x, a, b, onto, slot, scale = arguments(rng, *case)
+    close(form(x, a, b, onto, slot, scale), reference.packed_lora(x, [a], [b], [onto], slot, scale)[0], case[-1])
+    nobody = jnp.full_like(slot, -1)
+    assert np.array(form(x, a, b, onto, nobody, scale)).tobytes() == np.array(onto).tobytes()
+
+
+@pytest.mark.parametrize("form", FORMS, ids=["whole", "in parts", "gpu"])
+def test_what_is_not_finite_stays_with_its_slot(rng, form):
+    x, a, b, onto, _, scale = arguments(rng, 64, 256, 256, 16, 12, "float32")
+    slot = jnp.array(rng.permutation(np.repeat(np.arange(12), 6))[:64], jnp.int32)  # in two tiles, side by side in two chunks
+    clean = np.array(form(x, a, b, onto, slot, scale))
+    bad = int(slot[rng.integers(64)])
+    mine = np.array(slot) == bad
+    row = int(np.flatnonzero(mine)[0])
+    for value in (np.nan, np.inf, -np.inf):
+        for where in ("a", "b", "x"):
+            args = {"x": x, "a": a, "b": b}
+            at = (row,) if where == "x" else (bad, int(rng.integers(16)))
+            args[where] = args[where].at[(*at, int(rng.integers(256)))].set(value)
+            made = np.array(form(args["x"], args["a"], args["b"], onto, slot, scale))
+            others = np.arange(64) != row if where == "x" else ~mine
+            assert made[others].tobytes() == clean[others].tobytes(), (where, value)
+            assert not np.isfinite(made[~others]).all(), "and it is told"
+
+
+@pytest.mark.parametrize("form", FORMS, ids=["whole", "in parts", "gpu"])
+def test_a_row_s_bits_are_its_own_whatever_the_others_name(rng, form):
+    """Interpreted, on a CPU; no accelerator has run it."""
+    x, a, b, onto, slot, scale = arguments(rng, 32, 256, 256, 16, 30, "float32")
+    clean, mine = np.array(form(x, a, b, onto, slot, scale)), int(rng.integers(32))
+    for _ in range(5):
+        others = jnp.array(rng.integers(-1, 30, 32), jnp.int32).at[mine].set(slot[mine])
+        assert np.array(form(x, a, b, onto, others, scale))[mine].tobytes() == clean[mine].tobytes()
+
+
+def test_kernels_have_no_races_and_read_nothing_that_was_not_written(rng):
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    x, a, b, onto, slot, scale = arguments(rng, 32, 128, 128, 64, 9, "float32")
+    how = {"config": Config(rows=16, columns=128), "interpret": pltpu.InterpretParams(detect_races=True)}
+    want = reference.packed_lora(x, [a], [b], [onto], slot, scale)[0]
+    close(TPU.add(x, a, b, onto, slot, scale, **how), want, "float32")
+    assert not interpret_pallas_call.races.races_found
+    h = TPU.shrink(x, a, slot, **how)
+    assert not interpret_pallas_call.races.races_found
+    close(TPU.expand(h * scale[:, None], b, onto, slot, **how), want, "float32")
+    assert not interpret_pallas_call.races.races_found
+
+
+def test_a_layer_begins_where_it_is_said(rng):
+    x, a, b, onto, slot, scale = arguments(rng, 20, 128, 128, 8, 12, "float32")
+    slot = jnp.minimum(slot, 3)  # of four a layer; the third layer
+    want = reference.packed_lora(x, [a], [b], [onto], jnp.where(slot < 0, -1, slot + 8), scale)[0]
+    for form in (add, on_gpu):
+        close(form(x, a, b, onto, slot, scale, jnp.int32(8)), want, "float32")
+    close(expand(shrink(x, a, slot, jnp.int32(8)) * scale[:, None], b, onto, slot, jnp.int32(8)), want, "float32")
+
+
+def test_slots_of_a_tile_are_each_named_once():
+    made = runs.slots_of(jnp.array([4, -1, 2, 4, 0, 0, 0, 0, 7], jnp.int32), 4)
+    assert made.local.tolist() == [[[0, -1, 1, 0]], [[0, 0, 0, 0]], [[0, -1, -1, -1]]]
+    ids, behind = np.array(made.meta)[:, 0, :4], np.array(made.meta)[:, 0, 4:]
+    assert [ids[t, :n].tolist() for t, n in enumerate(behind[:, 0])] == [[4, 2], [0], [7]]
+    assert not behind[:, 1:].any(), "none goes on in another tile"
+
+
+L, S = 2, 6
+
+
+def stack_of(rng, D, F, R):
+    a, b = (rng.normal(size=(L, S, R, n)).astype(np.float32) * n**-0.5 for n in (D, F))
+    return AdapterStack({"q": {"a": a, "b": b}}, rng.uniform(0.5, 3, S).astype(np.float32), R)
+
+
+@pytest.mark.parametrize("sizes", [None, {"tensor": 8}, {"data": 2, "tensor": 4}, {"data": 2, "fsdp": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("ends", [("embed", "q_heads"), ("q_heads", "embed")], ids=str)
+@pytest.mark.parametrize("kernel", ["pallas_tpu", "pallas_gpu"])
+def test_over_a_mesh_the_kernel_gives_what_xla_gives(rng, sizes, ends, kernel):
+    """Columns split, inputs split, both in one program; two ranks. What a mesh splits twice is refused by name, and left to XLA."""
+    D, F, B, T = 1024, 2048, 8, 3
+    stacks = {R: stack_of(rng, D, F, R) for R in (4, 16)}
+    slots = {4: np.array([0, -1, 5, -1, 0, -1, 2, -1], np.int32), 16: np.array([-1, 3, -1, 1, -1, -1, -1, 3], np.int32)}
+    x, y = rng.normal(size=(B, T, D)).astype(np.float32), rng.normal(size=(B, T, F)).astype(np.float32)
+
+    @functools.partial(jax.jit, static_argnames="kernel")
+    def run(stacks, slots, x, y, kernel):
+        lora = name_slots(stacks, slots, kernel)
+        assert lora is not None
+        return add_delta(x, y, lora.in_layer(jnp.int32(1)).at("q"), ends)
+
+    want = y.astype(np.float64)
+    for R, stack in stacks.items():
+        for row, s in enumerate(slots[R]):
+            if s >= 0:
+                a, b = (stack.factors["q"][n][1, s].astype(np.float64) for n in "ab")
+                want[row] += stack.scale[s] * (x[row] @ a.T) @ b
+    mesh = make_mesh(sizes) if sizes else single_device_mesh()
+    with jax.set_mesh(mesh):
+        refused = None
+        if sizes and sizes.get("fsdp", 1) > 1:
+            refused = "mesh axis fsdp splits two of rows, inputs and outputs"
+        elif sizes and kernel == "pallas_gpu" and ends[0] == "q_heads":
+            refused = "inputs are split over devices"
+        if refused:
+            with pytest.raises(ValueError, match=f"slot_lora by {kernel}: {refused}"):
+                run(stacks, slots, x, y, kernel)
+        made = run(stacks, slots, x, y, "auto" if refused else kernel)
+    np.testing.assert_allclose(made, want, atol=1e-4, rtol=0)  # float32 sums of 1,024 terms, of size up to 10
+
+
+def test_a_projection_that_adapters_lack_is_left_alone(rng):
+    lora = name_slots({4: stack_of(rng, 128, 128, 4)}, {4: np.zeros(2, np.int32)}, "pallas_tpu")
+    assert lora is not None
+    y = jnp.ones((2, 1, 128))
+    assert add_delta(jnp.ones((2, 1, 128)), y, lora.at("k"), ("embed", "kv_heads")) is y
+    assert batch_delta(y, lora.at("k"), 128) is None
+
+
+def test_lowered_for_cuda_it_is_one_kernel():
+    M, D, (F,), R, W, dtype = shapes.DECODE[2]
+    spec = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(dtype))
+    args = spec((M, D)), spec((W, R, D)), spec((W, R, F)), spec((M, F)), spec((M,), dtype=jnp.int32)
+    assert gpu.text(slot_lora.pallas_gpu.add, *args).count("__gpu$xla.gpu.triton") == 1
+
+
+def check_compiled(chip: str, shape: shapes.Shape) -> None:
+    place = SingleDeviceSharding(chips.target(chip).devices[0])
+    M, D, (F,), R, W, dtype = shape
+
+    def spec(*dims, dtype=dtype):
+        return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype), sharding=place)
+
+    x, a, b, onto, slot, scale = spec(M, D), spec(W, R, D), spec(W, R, F), spec(M, F), spec(M, dtype="int32"), spec(M, dtype="float32")
+    TPU.require_add(x, a, b, onto)
+    TPU.require_shrink(x, a)
+    TPU.require_expand(b, onto)
+
+    @functools.partial(jax.jit, donate_argnums=(3, 4))
+    def call(x, a, b, onto, other, slot, scale):
+        return TPU.add(x, a, b, onto, slot, scale), TPU.expand(TPU.shrink(x, a, slot), b, other, slot)
+
+    with jax.default_device(chips.target(chip).devices[0]):
+        made = call.lower(x, a, b, onto, onto, slot, scale).compile()
+    memory = made.memory_analysis()
+    assert made.as_text().count('custom_call_target="tpu_custom_call"') == 3, shape
+    assert memory.temp_size_in_bytes < 2 << 20, shape  # rows' numbers, and the inner products
+    assert memory.alias_size_in_bytes >= 2 * M * F * jnp.dtype(dtype).itemsize, shape
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_a_tpus_compiler_takes_the_kernels(chip):
+    check_compiled(chip, shapes.DECODE[2])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("chip", CHIPS)
+def test_a_tpus_compiler_takes_the_kernels_for_all_real_shapes(chip):
+    for shape in (*shapes.DECODE, *shapes.PREFILL):
+        check_compiled(chip, shape)

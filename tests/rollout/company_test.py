@@ -1,0 +1,320 @@
+"""One request and seed give one answer, bit for bit, in any company: other rows and their adapters, their order, the size of the cache,
+the steps of a dispatch, hits of the prompts' cache, neighbours that end early or are NaN. And no company compiles anything.
+
+Bases are tiny and of every family, the engines' caches so small that samples are preempted, tokens and adapters random.
+"""
+
+import dataclasses
+import json
+import os
+import zlib
+from collections import Counter
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from mint_jax import params as params_lib
+from mint_jax.compiling import compilations
+from mint_jax.lora import tree as lora_tree
+from mint_jax.lora.tree import AdapterConfig
+from mint_jax.models import base as base_lib
+from mint_jax.models import transformer
+from mint_jax.models.paged import PAGE
+from mint_jax.rollout import device
+from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.request import Request
+from tests.laws.isolation_test import bits
+from tests.laws.shardings_equal_test import save_checkpoint
+
+pytestmark = pytest.mark.bits
+
+# Latent attention is compiled as for users: without LLVM's optimisations a delta of one slot's rows and one of
+# several slots' differ in the last bit now and then.
+LONG = tuple(pytest.param(family, marks=pytest.mark.long) for family in ("deepseek_v3", "deepseek_v32", "glm"))
+FAMILIES = ("llama", "qwen3_moe", *LONG)
+VOCAB = 96  # of the smallest base
+LAST = {"prompt_logprobs": True, "prompt_alternatives": 2, "prompt_logprobs_last_n": 12}  # of a prompt, the rest of it shared
+BOTH = 2 * PAGE  # tokens with which several prompts begin
+SMALL, LARGE = 13, 16  # pages of a cache: in the first samples are preempted; one request needs 6 at most
+LINEAR = (lora_tree.ALL_LINEAR,)
+CONFIGS = {
+    "one": AdapterConfig(1, 2.0, LINEAR),
+    "eight": AdapterConfig(8, 16.0, LINEAR),
+    "more": AdapterConfig(5, 5.0, (*LINEAR, "embed", "unembed")),
+    "nan": AdapterConfig(8, 8.0, LINEAR),
+    "nan_one": AdapterConfig(1, 1.0, LINEAR),
+}
+SOUND = (None, "one", "eight", "more")
+
+
+def random_stacks(rng, cfg):
+    """Stacks of the buckets 1 and 8, and the slot of each name."""
+    specs = transformer.abstract(cfg)
+
+    def adapter(name: str, config: AdapterConfig):
+        def draw(_, spec):
+            leaf = (rng.normal(size=spec.shape) * 0.7 * spec.shape[-1] ** -0.5).astype(np.float32)
+            return np.full_like(leaf, np.nan) if name.startswith("nan") else leaf
+
+        return config, params_lib.map_with_path(draw, lora_tree.adapter_specs(specs, config))
+
+    return lora_tree.stack_adapters(specs, {name: adapter(name, config) for name, config in CONFIGS.items()})
+
+
+def tokens(rng, n: int) -> tuple[int, ...]:
+    return tuple(rng.integers(0, VOCAB, n).tolist())
+
+
+def seed(rng) -> int:
+    return int(rng.integers(2**32))
+
+
+def engine_of(base, pages: int, **settings) -> Engine:
+    """With a cache of so many pages in each part of the mesh."""
+    parts = device.page_parts(base.cfg, base.mesh)
+    return Engine(base, **({"rows": (8,)} | settings), cache_bytes=pages * parts * device.page_bytes(base.cfg, base.dtype, False))
+
+
+class World:
+    """A base, adapters, some requests, and their answers when each is alone.
+
+    Attributes:
+        begin: tokens with which many prompts begin.
+        asked, alone: the requests, and the completions of each.
+    """
+
+    def __init__(self, base, rng):
+        self.base, self.rng = base, rng
+        self.stacks, self.slots = random_stacks(rng, base.cfg)
+        self.begin = tokens(rng, BOTH)
+        fields = [
+            {"prompt": (*self.begin, *tokens(rng, 5)), "max_tokens": 40},
+            {"prompt": (*self.begin, *tokens(rng, 9)), "max_tokens": 36, "n": 3, "top_p": 0.9, "temperature": 1.3},
+            {"prompt": tokens(rng, 1), "max_tokens": 20, "temperature": 0},
+            {"prompt": tokens(rng, 131), "max_tokens": 21, "n": 2, "presence_penalty": 0.5, "top_logprobs": 3},
+            {"prompt": (*self.begin, *tokens(rng, 9)), "max_tokens": 5} | LAST,
+        ]
+        names = (None, "eight", "one", "more", "eight")
+        self.asked = [Request(adapter=self.slots.get(name), seed=seed(rng), **how) for name, how in zip(names, fields)]
+        self.alone = [self.engine(LARGE).generate([request], self.stacks)[0] for request in self.asked]
+
+    def engine(self, pages: int, **settings) -> Engine:
+        return engine_of(self.base, pages, **settings)
+
+    def neighbours(self, count: int) -> list[Request]:
+        """Random requests; every third is of an adapter that is NaN, others begin as ``asked`` do."""
+        rng, out = self.rng, []
+        for i in range(count):
+            name = rng.choice(["nan", "nan_one"]) if i % 3 == 0 else SOUND[rng.integers(len(SOUND))]
+            begin = self.begin if rng.random() < 0.5 else ()
+            how = {"presence_penalty": float(rng.normal()), "frequency_penalty": 1.0} if rng.random() < 0.5 else {}
+            how |= {
+                "prompt_logprobs": bool(rng.random() < 0.3),
+                "prompt_logprobs_last_n": rng.choice([None, 5]),
+                "top_logprobs": int(rng.integers(6)),
+                "temperature": float(rng.choice([0, 1, 3])),
+                "top_k": int(rng.choice([0, 7])),
+            }
+            prompt = (*begin, *tokens(rng, int(rng.integers(1, 40))))
+            out.append(Request(prompt, self.slots.get(name), n=1 + i % 2, max_tokens=int(rng.integers(36, 80)), seed=seed(rng), **how))
+        return out
+
+    def expect(self, answers) -> None:
+        for completions, alone in zip(answers, self.alone, strict=True):
+            assert len(completions) == len(alone)
+            for mine, theirs in zip(completions, alone):
+                assert_same(mine, theirs)
+
+
+def assert_same(mine, theirs) -> None:
+    assert mine.tokens == theirs.tokens
+    for name in ("logprobs", "drawn_logprobs"):
+        np.testing.assert_array_equal(*(np.array(getattr(c, name)).view(np.uint64) for c in (mine, theirs)), name)
+    assert mine.top_logprobs == theirs.top_logprobs
+    assert repr(mine.prompt_logprobs) == repr(theirs.prompt_logprobs), "NaN included"
+    assert mine.prompt_alternatives == theirs.prompt_alternatives
+    assert mine.finish == theirs.finish
+
+
+def made(request, family: str) -> World:
+    tiny_base = request.getfixturevalue("tiny_base")
+    return World(tiny_base(family), np.random.default_rng([int(os.environ["MINT_TEST_SEED"]), zlib.crc32(family.encode())]))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def world(request):
+    return made(request, request.param)
+
+
+@pytest.fixture(scope="module")
+def llama(request):
+    return made(request, "llama")
+
+
+def test_other_rows_their_order_preemption_and_steps_change_no_bit(world):
+    done = Counter()
+    for steps in (1, 5, 16):
+        others = [dataclasses.replace(world.asked[0], seed=seed(world.rng)), *world.neighbours(9)]
+        requests = [*world.asked, *others]
+        order = [i for i in world.rng.permutation(len(requests)).tolist() if i != len(world.asked)]
+        order.insert(order.index(0) + 1, len(world.asked))  # one that begins alike stands behind the first, so that they meet
+        engine = world.engine(SMALL, steps=steps)
+        found = dict(zip(order, engine.generate([requests[i] for i in order], world.stacks), strict=True))
+        world.expect([found[i] for i in range(len(world.asked))])
+        for i, request in enumerate(others, len(world.asked)):
+            poor = request.adapter in (world.slots["nan"], world.slots["nan_one"])
+            assert all(np.isnan(c.logprobs).all() if poor else np.isfinite(c.logprobs).all() for c in found[i])
+        done += engine.counts
+    assert done["preempted"] > 0
+    assert done["reused_tokens"] > 0
+    assert done["drawn_tokens"] > 1000
+
+
+def test_hits_of_the_prompts_cache_change_no_bit(world):
+    """The second time every whole block is there; requests with the same beginning share it; a NaN neighbour's blocks are its own."""
+    engine = world.engine(LARGE)
+    named = [dataclasses.replace(r, revision=None if r.adapter is None else f"{r.adapter}") for r in world.asked]
+    for i, request in enumerate(named):
+        engine.generate([request], world.stacks)
+        before = dict(engine.counts)
+        again = engine.generate([request], world.stacks)
+        length, scored = len(request.prompt) - 1, request.first_scored
+        whole = (length if scored is None else scored) // PAGE * PAGE  # what is to be scored is read again
+        assert engine.counts["reused_tokens"] - before.get("reused_tokens", 0) == whole
+        assert engine.counts["prefilled_tokens"] - before["prefilled_tokens"] == length - whole
+        for mine, theirs in zip(again[0], world.alone[i], strict=True):
+            assert_same(dataclasses.replace(mine, revision=None), theirs)
+    other = dataclasses.replace(named[0], prompt=(*world.begin, *tokens(world.rng, 7)))
+    before = engine.counts["reused_tokens"]
+    [[hit]] = engine.generate([other], world.stacks)
+    assert engine.counts["reused_tokens"] - before == BOTH
+    [[cold]] = world.engine(LARGE).generate([other], world.stacks)
+    assert_same(hit, cold)
+
+
+def test_neighbours_that_are_cancelled_change_no_bit(world):
+    engine, rng = world.engine(SMALL, steps=5), world.rng
+    with engine.serving(world.stacks):
+        streams = [engine.submit(r) for r in [*world.neighbours(4), *world.asked, *world.neighbours(4)]]
+        loud = [*streams[:4], *streams[-4:]]
+        for stream in loud:
+            for piece, _ in zip(stream, range(int(rng.integers(0, 4)))):
+                assert piece.tokens
+            stream.cancel()
+        world.expect([stream.result(300) for stream in streams[4:-4]])
+        ends = [c.finish for stream in loud for c in stream.result(300)]
+    assert "cancelled" in ends
+    engine._schedule.check()
+    assert engine._schedule.idle
+
+
+def test_slots_written_anew_between_two_times_of_serving_are_read_anew(llama):
+    """Nobody named what was in the slot: what its prompts left in the cache is not used again."""
+    other, _ = random_stacks(llama.rng, llama.base.cfg)
+    request, *_ = [r for r in llama.asked if r.adapter == llama.slots["eight"]]
+    engine = llama.engine(LARGE)
+    found = []
+    for stacks in (llama.stacks, other):
+        with engine.serving(stacks):
+            found.append(engine.submit(request).result(300))
+    for stacks, completions in zip((llama.stacks, other), found):
+        [alone] = llama.engine(LARGE).generate([request], stacks)
+        for mine, theirs in zip(completions, alone, strict=True):
+            assert_same(mine, theirs)
+
+
+def random_request(rng, slots) -> Request:
+    names = [*SOUND, "nan"]
+    settings = {
+        "temperature": float(rng.choice([0, 0.7, 1])),
+        "top_k": int(rng.choice([0, 5])),
+        "top_p": float(rng.choice([1, 0.8])),
+        "top_logprobs": int(rng.choice([0, 0, 4])),
+        "presence_penalty": float(rng.choice([0, 0, 0.5])),
+        "prompt_logprobs": bool(rng.random() < 0.1),
+        "logit_bias": ((3, 1.0),) if rng.random() < 0.2 else (),
+        "stop_ids": tokens(rng, int(rng.integers(0, 4))),
+    }
+    longest = 120 if rng.random() < 0.1 else 20
+    prompt, most = (0,) * int(rng.choice([0, BOTH])), int(rng.integers(1, 60 if rng.random() < 0.1 else 9))
+    prompt = (*prompt, *tokens(rng, int(rng.integers(1, longest))))
+    n = int(rng.choice([1, 1, 1, 2, 9]))
+    return Request(prompt, slots.get(names[rng.integers(len(names))]), n=n, max_tokens=most, seed=seed(rng), **settings)
+
+
+def warm_engine_compiles_nothing(world, count: int) -> None:
+    engine = world.engine(SMALL, rows=(4, 8))
+    engine.warm(world.stacks)
+    rng = world.rng
+    with compilations() as seen:
+        left = count
+        while left > 0:
+            some = [random_request(rng, world.slots) for _ in range(min(left, int(rng.integers(1, 60))))]
+            if rng.random() < 0.5:
+                engine.generate(some, world.stacks)
+            else:
+                with engine.serving(world.stacks):
+                    for stream in [engine.submit(request) for request in some]:
+                        stream.result(300)
+            left -= len(some)
+        jax.jit(lambda x: x * float(rng.normal()))(1.0)
+    assert len(seen) == 1, (seen, "the listener hears the last, and the engine compiled nothing")
+
+
+def test_a_warm_engine_compiles_nothing_for_300_random_requests(llama):
+    warm_engine_compiles_nothing(llama, 300)
+
+
+@pytest.mark.slow
+def test_a_warm_engine_compiles_nothing_for_2000_random_requests(world):
+    warm_engine_compiles_nothing(world, 2000)
+
+
+def test_plans_that_are_replayed_give_the_same_bits(llama, monkeypatch):
+    calls: list[tuple] = []
+    real = {name: getattr(device, name) for name in ("prefill", "decode")}
+
+    def kept(name):
+        def call(params, stacks, pool, *plan, **fixed):
+            out = real[name](params, stacks, pool, *plan, **fixed)
+            calls.append((name, plan, fixed, jax.device_get(out[1])))
+            return out
+
+        return call
+
+    for name in real:
+        monkeypatch.setattr(device, name, kept(name))
+    engine = llama.engine(LARGE)
+    llama.expect(engine.generate(llama.asked, llama.stacks))
+    assert engine.counts["preempted"] == 0, "else plans are not all"
+    assert len(calls) == engine.counts["prefills"] + engine.counts["decodes"] > 4
+    base = llama.base
+    pool = device.empty_pool(base.cfg, base.mesh, LARGE, base.dtype)
+    with jax.set_mesh(base.mesh):
+        for name, plan, fixed, found in calls:
+            pool, again = real[name](base.params, llama.stacks, pool, *plan, **fixed)
+            chex.assert_trees_all_equal(bits(again), bits(found), strict=True)
+
+
+@pytest.mark.parametrize(("family", "parts"), [("dense", 4), ("latent", 8)])
+def test_a_mesh_of_eight_devices_gives_the_same_tokens(family, parts, rng, mesh, mesh8, tmp_path):
+    """Log-probabilities within rounding: sums over split dimensions are ordered otherwise. Its tensor pairs have heads of keys each of
+    their own, or rows of latents. What is warm compiles nothing there either."""
+    save_checkpoint(family, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 256}))
+    one, many = (base_lib.load(str(tmp_path), m) for m in (mesh, mesh8))
+    world = World(one, rng)
+    engine = engine_of(many, SMALL)
+    assert engine.parts == parts
+    engine.warm(world.stacks)
+    with compilations() as seen:
+        answers = engine.generate([*world.asked, *world.neighbours(6)], world.stacks)
+    assert seen == []
+    for completions, alone in zip(answers, world.alone):
+        for mine, theirs in zip(completions, alone, strict=True):
+            assert mine.tokens == theirs.tokens
+            for name in ("logprobs", "drawn_logprobs"):
+                np.testing.assert_allclose(getattr(mine, name), getattr(theirs, name), atol=4e-5)

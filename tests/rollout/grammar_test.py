@@ -1,0 +1,82 @@
+"""Completions under a grammar: the standard library's own parsers say whether they follow it; a mask hides no allowed token."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from mint_jax.errors import UserError
+from mint_jax.models import base as base_lib
+from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.grammar import Grammars, mask_of
+from mint_jax.rollout.request import Request
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"enum": ["ada", "grace"]}, "age": {"type": "integer", "minimum": 0, "maximum": 120}, "ok": {"type": "boolean"}},
+    "required": ["name", "age", "ok"],
+    "additionalProperties": False,
+}
+PATTERN = r"[a-f]{3}-[0-9]{2,4}"
+CHOICES = ("yes", "no", 'may"be', "no, thanks")
+
+
+@pytest.fixture(scope="module")
+def base(mesh):
+    return base_lib.load("tiny-random", mesh)
+
+
+def test_completions_of_mixed_rows_follow_their_grammars(rng, base):
+    """A random model at a high temperature writes noise where nothing binds it."""
+    engine, ends = Engine(base, base.need_tokenizer().decode, rows=(8,)), base.need_tokenizer().eos_ids
+    kinds = [{"json_schema": json.dumps(SCHEMA)}, {"regex": PATTERN}, {"choice": CHOICES}, {}]
+    how = {"n": 4, "max_tokens": 60, "temperature": 1.5, "stop_ids": ends, "seed": int(rng.integers(2**31))}
+    requests = [Request(tuple(rng.integers(5, 9000, 6).tolist()), **how, **kind) for kind in kinds]
+    schema, pattern, choice, free = engine.generate(requests)
+    for c in schema:
+        found = json.loads(c.text)
+        assert set(found) == {"name", "age", "ok"}
+        assert found["name"] in ("ada", "grace")
+        assert isinstance(found["age"], int)
+        assert 0 <= found["age"] <= 120
+        assert isinstance(found["ok"], bool)
+    assert all(re.fullmatch(PATTERN, c.text) for c in pattern)
+    assert all(c.text in CHOICES for c in choice)
+    assert {c.finish for c in (*schema, *pattern, *choice)} == {"stop"}
+    assert not any(re.fullmatch(PATTERN, c.text) or c.text in CHOICES for c in free)
+    assert all(np.isfinite(c.logprobs).all() and np.isfinite(c.drawn_logprobs).all() for cs in (schema, pattern, choice) for c in cs)
+    alone = engine.generate(requests[3:])[0]
+    assert [(c.tokens, c.logprobs, c.drawn_logprobs) for c in free] == [(c.tokens, c.logprobs, c.drawn_logprobs) for c in alone]
+
+
+def test_a_mask_allows_what_can_still_become_a_match_and_nothing_else(base):
+    """Against a search over every token's text."""
+    grammars, tokenizer = Grammars(base), base.need_tokenizer()
+    vocab = base.cfg.vocab_size
+    matcher = grammars.matcher(Request((5,), choice=CHOICES))
+    bits = np.unpackbits(mask_of(matcher, vocab).view(np.uint8), bitorder="little")[:vocab].astype(bool)
+    texts = [tokenizer.decode([i]) for i in range(vocab)]
+    wanted = {i for i, text in enumerate(texts) if text and any(choice.startswith(text) for choice in CHOICES)}
+    assert set(np.flatnonzero(bits).tolist()) == wanted
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"regex": "["}, r"regex '\[' is no grammar"),
+        ({"json_schema": "{"}, "json_schema '{' is no grammar"),
+        ({"json_schema": '{"type": "nothing"}'}, "json_schema .* is no grammar"),
+        ({"choice": ()}, "choice .* expected texts, at least one"),
+        ({"choice": ("a", "")}, "none of them empty"),
+        ({"choice": ("a",), "regex": "a"}, "regex and choice: give one of them"),
+    ],
+)
+def test_a_grammar_that_means_nothing_is_refused(base, bad, message):
+    with pytest.raises(UserError, match=message):
+        Engine(base, base.need_tokenizer().decode).generate([Request((5, 6)), Request((5, 6), **bad)])
+
+
+def test_a_base_without_a_tokenizer_says_so(tiny_base):
+    with pytest.raises(UserError, match="has no tokenizer"):
+        Engine(tiny_base("llama")).generate([Request((5, 6), regex="a")])

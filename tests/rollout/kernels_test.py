@@ -1,0 +1,71 @@
+"""The engine on the attention kernels of TPUs, interpreted: it samples and scores as by XLA, in teams and alone."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from mint_jax.errors import UserError
+from mint_jax.models.config import Kernels
+from mint_jax.rollout import device
+from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.request import Request
+from pallas_kernels import latent_attention, paged_attention, paged_tpu
+from tests.rollout.company_test import random_stacks
+
+OPS = {"llama": ("paged_attention", paged_attention), "deepseek_v3_dense": ("latent_attention", latent_attention)}
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("deepseek_v3_dense", marks=pytest.mark.long)])
+def test_the_engine_gives_what_it_gives_by_xla(family, tiny_base, rng, monkeypatch):
+    """Prompts of several runs and of less than one, samples that share one in a team, one alone, and a prompt that is scored."""
+    name, op = OPS[family]
+    asked = []
+    attend = paged_tpu.attend
+    monkeypatch.setattr(paged_tpu, "attend", lambda *args, **how: asked.append(args[0][0].shape) or attend(*args, **how))
+    monkeypatch.setattr(device, "lanes", lambda mesh: 128)  # pools as TPUs have them
+    base, drawn = tiny_base(family), []
+    prompts = [tuple(rng.integers(3, base.cfg.vocab_size, n).tolist()) for n in (170, 40)]
+    for kernel in ("xla", "pallas_tpu"):
+        on = dataclasses.replace(base, cfg=base.cfg.replace(kernels=Kernels(**{name: kernel})))
+        requests = [
+            Request(prompts[0], max_tokens=3, temperature=0.0, n=3),
+            Request(prompts[1], max_tokens=4, temperature=0.0, prompt_logprobs=True),
+        ]
+        drawn.append(Engine(on, max_rows=4).generate(requests, {}))
+        assert bool(asked) == (kernel == "pallas_tpu")
+    for mine, theirs in zip(*drawn, strict=True):
+        for one, other in zip(mine, theirs, strict=True):
+            assert one.tokens == other.tokens
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)  # float32, other orders of sums
+            if one.prompt_logprobs is not None:
+                told = ([x or 0.0 for x in c.prompt_logprobs] for c in (one, other))
+                np.testing.assert_allclose(*told, atol=1e-4)
+    assert drawn[0][1][0].prompt_logprobs is not None
+    assert len({shape[-2] for shape in asked}) == 3, "tokens of a row, of a team, of a block"
+
+
+@pytest.mark.long
+@pytest.mark.bits
+@pytest.mark.parametrize("family", OPS)
+def test_a_request_keeps_its_bits_beside_a_policy_that_is_nan(family, tiny_base, rng, monkeypatch):
+    """Its prompt is the neighbour's too, whose adapter has made other keys of it; and alone it reads in no team."""
+    monkeypatch.setattr(device, "lanes", lambda mesh: 128)
+    base = tiny_base(family)
+    base = dataclasses.replace(base, cfg=base.cfg.replace(kernels=Kernels(**{OPS[family][0]: "pallas_tpu"})))
+    stacks, slots = random_stacks(rng, base.cfg)
+    prompt = tuple(rng.integers(3, base.cfg.vocab_size, 140).tolist())
+    mine = Request(prompt, slots["eight"], max_tokens=3, n=2, seed=5)
+    beside = [Request(prompt, slots["nan"], max_tokens=3, seed=1, temperature=0.0), Request(prompt[:9], None, max_tokens=2, seed=2)]
+    engine = Engine(base, rows=(8,))
+    [alone] = engine.generate([mine], stacks)
+    together = engine.generate([beside[0], mine, beside[1]], stacks)
+    assert [(c.tokens, c.logprobs) for c in together[1]] == [(c.tokens, c.logprobs) for c in alone]
+    assert np.isfinite(alone[0].logprobs).all()
+    assert not np.isfinite(together[0][0].logprobs).any()
+
+
+def test_an_unknown_implementation_is_refused():
+    for op in ("paged_attention", "latent_attention"):
+        with pytest.raises(UserError, match=rf"kernels.{op} is 'triton'; choose one of: auto, pallas_tpu, xla"):
+            Kernels(**{op: "triton"})

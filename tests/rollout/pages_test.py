@@ -1,0 +1,259 @@
+"""Pages of the cache, as properties: random operations against a model that remembers what was written where."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mint_jax.errors import UserError
+from mint_jax.rollout.pages import Pages, pages_for, require_fit
+
+SIZE = 2  # tokens of a page
+TENANTS, VERSIONS = ("a", "b"), (None, 1)
+KEYS = [(tenant, version) for tenant in TENANTS for version in VERSIONS]
+NUMBERS = st.integers(0, 1000)
+KINDS = ("open", "open", "open", "write", "write", "close", "take", "give", "forget")
+STEPS = st.lists(st.tuples(st.sampled_from(KINDS), NUMBERS, NUMBERS), min_size=120, max_size=200)
+PROMPTS = [tuple(n >> i & 1 for i in range(length)) for length in range(8) for n in range(1 << length)]  # most begin alike
+
+
+class World:
+    """Pages, and what a device would have in them.
+
+    Attributes:
+        contents: page -> the chain that was written there last, or whose it is since.
+        born: how often each key was forgotten.
+        prompts: (key and age, tokens, blocks) that are open.
+        taken: pages that ``take`` gave.
+    """
+
+    def __init__(self, count: int):
+        self.pages = Pages(count, SIZE)
+        self.contents: dict[int, object] = {}
+        self.born: Counter = Counter()
+        self.prompts: list = []
+        self.taken: list[list[int]] = []
+
+    def chain(self, prompt, i: int) -> object:
+        key, tokens, _ = prompt
+        return key, tokens[: (i + 1) * SIZE]
+
+    def open(self, key, tokens, spare: int) -> None:
+        held = {page for _, _, blocks in self.prompts for page in (b.page for b in blocks)} | {p for ps in self.taken for p in ps}
+        before = self.pages.available, self.pages.cached
+        opened = self.pages.open(key, tokens, spare)
+        if opened is None:
+            assert (self.pages.available, self.pages.cached) == before, "nothing changed"
+            assert pages_for(len(tokens), SIZE) + spare > before[0] - before[1], "there was room"
+            return
+        blocks, found = opened
+        prompt = (key, self.born[key]), tokens, blocks
+        assert [t for b in blocks for t in b.tokens] == list(tokens)
+        assert len({b.page for b in blocks}) == len(blocks) == pages_for(len(tokens), SIZE)
+        assert self.pages.available >= spare
+        for i, block in enumerate(blocks):
+            if i >= found:
+                assert block.page not in held, "a page that is somebody's was given"
+                assert not block.ready
+                self.contents[block.page] = "nothing yet"
+            elif block.ready:
+                assert self.contents[block.page] == self.chain(prompt, i), "a hit is of the same tenant, version and tokens"
+            else:
+                assert any(block in blocks for _, _, blocks in self.prompts), "a block that is not written is somebody's"
+        self.prompts.append(prompt)
+
+    def write(self, prompt) -> None:
+        """The next block that is not written, as prefill would do it."""
+        for i, block in enumerate(prompt[2]):
+            if not block.ready:
+                block.ready = True
+                self.contents[block.page] = self.chain(prompt, i)
+                return
+
+    def close(self, prompt) -> None:
+        for i, block in enumerate(prompt[2]):
+            assert not block.ready or self.contents[block.page] == self.chain(prompt, i), "what is held stays as it was"
+        self.pages.close(prompt[2])
+        self.prompts.remove(prompt)
+
+    def take(self, n: int) -> None:
+        possible, cached = self.pages.available, self.pages.cached
+        pages = self.pages.take(n)
+        assert (pages is None) == (n > possible)
+        if pages is not None:
+            assert self.pages.cached == min(cached, possible - n), "no block is dropped while a page is free"
+            self.contents |= dict.fromkeys(pages, "raw")
+            self.taken.append(pages)
+
+    def forget(self, key) -> None:
+        self.pages.forget(key)
+        self.born[key] += 1
+
+    def check(self) -> None:
+        users = Counter(block for _, _, blocks in self.prompts for block in blocks)
+        unseen = [b.page for b in users if not b.indexed or b.root.closed]
+        self.pages.check([page for pages in self.taken for page in pages] + unseen, users)
+        for page in (page for pages in self.taken for page in pages):
+            assert self.contents[page] == "raw"
+
+    def end(self) -> None:
+        for prompt in list(self.prompts):
+            self.close(prompt)
+        for pages in self.taken:
+            self.pages.give(pages)
+        self.taken = []
+        self.check()
+        assert self.pages.take(self.pages.count) is not None, "nothing has leaked"
+        assert self.pages.available == self.pages.cached == 0
+        self.pages.check(range(self.pages.count), {})
+
+
+def run(count: int, steps) -> int:
+    world = World(count)
+    for kind, x, y in steps:
+        if kind == "open":
+            world.open(KEYS[x % len(KEYS)], PROMPTS[y % len(PROMPTS)], x // len(KEYS) % 3)
+        elif kind == "write" and world.prompts:
+            world.write(world.prompts[x % len(world.prompts)])
+        elif kind == "close" and world.prompts:
+            world.close(world.prompts[x % len(world.prompts)])
+        elif kind == "take":
+            world.take(x % 4)
+        elif kind == "give" and world.taken:
+            world.pages.give(world.taken.pop(x % len(world.taken)))
+        elif kind == "forget":
+            world.forget(KEYS[x % len(KEYS)])
+        world.check()
+    world.end()
+    return len(steps)
+
+
+def test_any_operations_leave_every_page_once_and_hits_are_of_the_same_tenant_version_and_tokens():
+    done = []
+
+    @settings(deadline=None, database=None, max_examples=100)
+    @given(st.integers(1, 14), STEPS)
+    def any_operations(count, steps):
+        done.append(run(count, steps))
+
+    any_operations()
+    assert sum(done) >= 10_000
+
+
+def opened(pages: Pages, tokens, key=("a", None), ready: bool = True) -> tuple[list, int]:
+    got = pages.open(key, tokens)
+    assert got is not None
+    for block in got[0]:
+        block.ready = block.ready or ready
+    return got
+
+
+def test_whole_blocks_are_found_again_and_a_last_one_that_is_not_whole_never_is():
+    pages = Pages(8, SIZE)
+    blocks, found = opened(pages, (1, 2, 3, 4, 5))
+    assert (len(blocks), found) == (3, 0)
+    again, found = opened(pages, (1, 2, 3, 4, 5))
+    assert found == 2
+    assert again[:2] == blocks[:2]
+    assert again[2].page != blocks[2].page
+    assert opened(pages, (3, 4))[1] == 0, "the same tokens behind others"
+    assert opened(pages, ()) == ([], 0)
+
+
+@pytest.mark.parametrize("other", [("b", None), ("a", 1)], ids=["tenant", "version"])
+def test_another_tenant_or_version_finds_nothing(other):
+    pages = Pages(8, SIZE)
+    opened(pages, (1, 2, 3, 4))
+    assert opened(pages, (1, 2, 3, 4), other)[1] == 0
+
+
+def test_a_block_that_nobody_wrote_is_not_kept_for_others():
+    pages = Pages(4, SIZE)
+    blocks, _ = opened(pages, (1, 2, 3, 4), ready=False)
+    blocks[0].ready = True
+    pages.close(blocks)
+    assert pages.cached == 1
+    assert opened(pages, (1, 2, 3, 4))[1] == 1
+
+
+def test_the_least_recently_used_block_goes_first_and_a_parent_after_its_children():
+    pages = Pages(4, SIZE)
+    old, new = opened(pages, (1, 1, 2, 2))[0], opened(pages, (3, 3, 4, 4))[0]
+    pages.close(new)
+    pages.close(old)
+    pages.close(opened(pages, (3, 3))[0])  # used again, without its child
+    kept = []
+    while pages.take(1):
+        pages.check([p for p in range(4) if p not in {b.page for b in pages._idle}])
+        kept.append([b.tokens for b in pages._idle])
+    assert kept == [[(2, 2), (1, 1), (3, 3)], [(1, 1), (3, 3)], [(3, 3)], []]
+
+
+def test_a_forgotten_version_is_never_found_and_its_pages_are_free_when_their_last_user_ends():
+    pages = Pages(4, SIZE)
+    blocks, _ = opened(pages, (1, 2, 3, 4))
+    pages.close(opened(pages, (1, 2))[0])
+    pages.forget(("a", None))
+    again, found = opened(pages, (1, 2))
+    assert found == 0
+    assert pages.available == 1
+    pages.close(blocks)
+    assert (pages.available, pages.cached) == (3, 0)
+    pages.close(again)
+    assert opened(pages, (1, 2))[1] == 1
+
+
+def test_where_there_are_too_few_pages_nothing_is_opened_and_nothing_dropped():
+    pages = Pages(4, SIZE)
+    pages.close(opened(pages, (1, 2, 3, 4))[0])
+    assert pages.open(("a", None), (1, 2, 3, 4, 5, 6), spare=2) is None, "what is found is not to spare"
+    assert pages.cached == 2
+    got = pages.open(("a", None), (1, 2, 3, 4, 5, 6), spare=1)
+    assert got is not None
+    assert got[1] == 2
+
+
+def test_as_many_versions_as_come_leave_nothing_behind():
+    pages = Pages(2, SIZE)
+    for version in range(1000):
+        pages.close(opened(pages, (version,) * 4, ("a", version))[0])
+        pages.close(opened(pages, (version,), ("b", version))[0])
+    assert len(pages._roots) <= 2
+
+
+def test_giving_or_closing_twice_is_an_error():
+    pages = Pages(2, SIZE)
+    got = pages.take(1)
+    assert got is not None
+    pages.give(got)
+    with pytest.raises(RuntimeError, match="given back twice"):
+        pages.give(got)
+    pages = Pages(2, SIZE)
+    blocks, _ = opened(pages, (1, 2))
+    pages.close(blocks)
+    with pytest.raises(RuntimeError, match="closed twice"):
+        pages.close(blocks)
+
+
+def test_the_check_names_pages_that_are_lost_and_finds_wrong_users():
+    pages = Pages(4, SIZE)
+    assert pages.take(1) == [0]
+    with pytest.raises(RuntimeError, match=r"pages \[0\] are lost"):
+        pages.check([])
+    with pytest.raises(RuntimeError, match=r"pages \[3\] are lost"):
+        pages.check([0, 3])
+    blocks, _ = opened(pages, (1, 2))
+    pages.check([0], {blocks[0]: 1})
+    with pytest.raises(RuntimeError, match="users"):
+        pages.check([0], {})
+    blocks[0].users = 0
+    with pytest.raises(RuntimeError, match="idle"):
+        pages.check([0])
+
+
+def test_pages_are_rounded_up_and_what_does_not_fit_is_refused():
+    assert [pages_for(n, 32) for n in (0, 1, 32, 33, 64)] == [0, 1, 1, 2, 2]
+    require_fit(4, 4, "it")
+    with pytest.raises(UserError, match="it needs 5 pages of cache, there are 4"):
+        require_fit(5, 4, "it")

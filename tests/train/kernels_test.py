@@ -1,0 +1,149 @@
+"""The model on its kernels, interpreted: logits, updates and samples as by XLA, whatever a neighbour does."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from mint_jax.errors import UserError
+from mint_jax.lora.tree import ALL_LINEAR, AdapterConfig
+from mint_jax.models.config import Kernels
+from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.request import Request
+from mint_jax.rollout.score import Scorer
+from mint_jax.train.state import OptimizerConfig
+from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
+from pallas_kernels import grouped_matmul, packed_lora
+from tests.laws.isolation_test import EXTREMES, PAIR, Company, random_groups
+
+FAMILIES = ("qwen3_moe_wide", "deepseek_v3_wide")
+EXPERTS = ("gate", "up", "down")
+OPS = tuple(field.name for field in dataclasses.fields(Kernels))
+
+FORMS = {
+    "xla": Kernels(**dict.fromkeys(OPS, "xla")),
+    "pallas_tpu": Kernels("pallas_tpu", "xla", packed_attention="pallas_tpu"),
+    "pallas_gpu": Kernels("pallas_gpu", "pallas_gpu", packed_attention="xla"),
+}
+CALLS = {"xla": set(), "pallas_tpu": {"ADD", "BACKWARD"}, "pallas_gpu": {"ADD", "BACKWARD", "grouped"}}
+
+
+def on(base, form: str):
+    kernels = FORMS[form]
+    if base.cfg.latent is not None:  # a tiny latent's heads have widths that no kernel serves
+        kernels = dataclasses.replace(kernels, packed_attention="xla")
+    return dataclasses.replace(base, cfg=base.cfg.replace(kernels=kernels))
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Which kernels were asked for, ``{(name, of what)}``."""
+    taken = set()
+
+    def counted(what, table):
+        def one_of(one):
+            def call(*args, **how):
+                taken.add((one.name, what))
+                return one.call(*args, **how)
+
+            return one._replace(call=call) if one.platform else one
+
+        return tuple(one_of(one) for one in table)
+
+    for table in ("ADD", "BACKWARD"):
+        monkeypatch.setattr(packed_lora, table, counted(table, getattr(packed_lora, table)))
+    products = grouped_matmul.table
+    monkeypatch.setattr(grouped_matmul, "table", lambda transposed: counted("grouped", products(transposed)))
+    jax.clear_caches()
+    yield taken
+    jax.clear_caches()
+
+
+CASES = [(family, form) for form in ("pallas_tpu", "pallas_gpu") for family in FAMILIES]
+
+
+@pytest.mark.parametrize(("family", "kernels"), [CASES[0], *(pytest.param(*case, marks=pytest.mark.long) for case in CASES[1:])])
+def test_updates_and_scores_are_those_of_xla(family, kernels, tiny_base, rng, calls):
+    """SFT and GRPO, two ranks in a batch, an adapter on the experts alone and one everywhere."""
+    base = tiny_base(family)
+    policies = [
+        PolicyConfig("sft", AdapterConfig(2, targets=EXPERTS), OptimizerConfig(1e-2), LossConfig("cross_entropy")),
+        PolicyConfig("grpo", AdapterConfig(2, targets=(ALL_LINEAR,)), OptimizerConfig(1e-2), LossConfig("ppo", kl_kind="k3", kl=0.1)),
+        PolicyConfig("wide", AdapterConfig(8, targets=EXPERTS), OptimizerConfig(1e-2), LossConfig("importance_sampling")),
+    ]
+    groups = {p.name: random_groups(rng, base.cfg.vocab_size, prompts=1) for p in policies}
+    texts = rng.integers(3, base.cfg.vocab_size, (len(policies), 13)).tolist()
+    made, start = {}, None
+    for form in ("xla", kernels):
+        calls.clear()
+        trainer = Trainer(on(base, form), policies)
+        state = jax.tree.map(np.array, trainer.state)
+        if start is None:  # B is zero at first, and its product would tell nothing
+            noise = jax.tree.map(
+                lambda x: 0.05 * rng.normal(size=x.shape).astype(x.dtype), {b: s.adapters.factors for b, s in state.items()}
+            )
+            start = {b: jax.tree.map(np.add, s.adapters.factors, noise[b]) for b, s in state.items()}
+        new = {b: dataclasses.replace(s, adapters=dataclasses.replace(s.adapters, factors=start[b])) for b, s in state.items()}
+        trainer.state = dict(jax.device_put(new, jax.tree.map(lambda x: x.sharding, trainer.state)))
+        metrics = trainer.forward_backward(groups)
+        sums = jax.tree.map(np.array, trainer.state)  # before Adam, whose first step divides each gradient by its own size
+        trainer.optim_step(list(groups))
+        scores = Scorer(trainer.base).logprobs(texts, list(trainer.slots.values()), trainer.stacks)
+        made[form] = jax.tree.map(np.array, (metrics, sums, [np.array(s) for s in scores]))
+        assert calls == {(form, what) for what in CALLS[form]}
+    # float32 and other orders of sums; the scores are of after a step.
+    for x, y in zip(jax.tree.leaves(made["xla"]), jax.tree.leaves(made[kernels]), strict=True):
+        if np.issubdtype(np.asarray(x).dtype, np.number):
+            np.testing.assert_allclose(y, x, atol=2e-4, rtol=2e-3)
+
+
+SAMPLED = {
+    "qwen3_moe_wide": (EXPERTS, [*FORMS.values()]),
+    "qwen3_wide": (("q", "down"), [dataclasses.replace(FORMS["xla"], slot_lora=name) for name in FORMS]),
+}
+
+
+@pytest.mark.parametrize("family", SAMPLED)
+def test_the_engine_draws_the_same_tokens(family, tiny_base, rng):
+    targets, forms = SAMPLED[family]
+    base, drawn = tiny_base(family), []
+    trainer = Trainer(base, [PolicyConfig(name, AdapterConfig(rank, targets=targets)) for name, rank in (("a", 4), ("b", 4), ("c", 8))])
+    stacks = jax.tree.map(lambda x: x + 0.3 * rng.normal(size=x.shape).astype(x.dtype) if x.ndim > 3 else x, trainer.stacks)
+    prompts = [tuple(rng.integers(3, base.cfg.vocab_size, n).tolist()) for n in (3, 40)]
+    for form in forms:
+        requests = [Request(p, slot, max_tokens=5, temperature=0.0) for p in prompts for slot in (*trainer.slots.values(), None)]
+        engine = Engine(dataclasses.replace(base, cfg=base.cfg.replace(kernels=form)), max_rows=8)
+        drawn.append([c for [c] in engine.generate(requests, stacks)])
+    for theirs, *others in zip(*drawn, strict=True):
+        for mine in others:
+            assert mine.tokens == theirs.tokens
+            np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=1e-4)
+    assert drawn[0][0].tokens != drawn[0][3].tokens or drawn[0][4].tokens != drawn[0][7].tokens, "the adapter says something"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whatever_a_policy_does_its_neighbours_in_a_tpus_kernel_keep_their_gradients(family, tiny_base, rng):
+    """But for rounding: another policy's routes move rows between tiles, and sums over rows are split where tiles end."""
+    company = Company(on(tiny_base(family), "pallas_tpu"), rng, {"c": 2, "a": 3, "b": 3})
+    quiet, _ = company.run()
+    for extreme in ("nan weights", "one infinite weight", "weights that overflow activations"):
+        loud, _ = company.run(**EXTREMES[extreme])
+        for name in ("b", "c"):
+            for x, y in zip(jax.tree.leaves(quiet[name][0]), jax.tree.leaves(loud[name][0]), strict=True):
+                np.testing.assert_allclose(y, x, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.bits
+def test_whatever_a_policy_does_its_neighbours_in_a_gpus_kernels_keep_their_bits(tiny_base, rng):
+    """Tiles begin where groups begin: it does not matter where a neighbour's routes lead."""
+    Company(on(tiny_base("qwen3_moe"), "pallas_gpu"), rng, PAIR).check(EXTREMES)
+
+
+def test_an_unknown_implementation_is_refused():
+    with pytest.raises(UserError, match=r"kernels.packed_lora is 'triton'; choose one of: auto, pallas_tpu, pallas_gpu, xla"):
+        Kernels(packed_lora="triton")
+    with pytest.raises(UserError, match=r"kernels.grouped_matmul is 'pallas_tpu'; choose one of: auto, pallas_gpu, xla"):
+        Kernels(grouped_matmul="pallas_tpu")
