@@ -220,6 +220,7 @@ def _fill(packed: list[list[_Row]], shape: tuple[int, int, int, int, int], pairs
     places: list[list[Place]] = []
     for p, rows in enumerate(packed):
         found: dict[int, Place] = {}
+        scored = 0
         for b, row in enumerate(rows):
             at, out, segment = 0, 0, 0
             for group, members in row.pieces:
@@ -246,7 +247,10 @@ def _fill(packed: list[list[_Row]], shape: tuple[int, int, int, int, int], pairs
                     to = slice(out, out + len(chosen))
                     index[p, b, to] = at + chosen
                     target[p, b, to] = np.asarray(s.tokens)[chosen]
-                    sequence[p, b, to] = number
+                    # Pairs go by their place in the batch; other sequences are numbered among those that have a target, as many as
+                    # there are targets at most, which is what the loss has segments for.
+                    sequence[p, b, to] = number if pairs[p] else scored
+                    scored += len(chosen) > 0
                     for name, array in floats.items():
                         values = getattr(s, name)
                         if values is not None:

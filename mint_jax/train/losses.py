@@ -14,6 +14,9 @@ k = exp(first_logp - old_logp), r = exp(logp - first_logp), A the advantage, sg 
     ppo                    -k min(r A, clip(r, 1 - low, 1 + high) A)          arXiv 1707.06347 eq. 7; GRPO arXiv 2402.03300
                                                                               eq. 3; low != high: DAPO arXiv 2503.14476 eq. 10
     cispo                  -k sg(clip(r, 1 - low, 1 + high)) A logp           MiniMax-M1 arXiv 2506.13585 eq. 4
+    gspo                   as ppo, with one s = exp(mean(logp - first_logp))  arXiv 2507.18071 eqs. 5 and 13: the gradient at a
+                           of the whole sequence for r                        token is s times that of its logp
+    dro                    -(A logp - beta/2 (logp - old_logp)^2)             arXiv 2405.19107 eq. 6, its value given as A
     dpo                    -log sigmoid(beta ((c - c_ref) - (j - j_ref)))     arXiv 2305.18290 eq. 7, on pairs of sequences
 
 So the clip bounds what updates do to the policy, and k corrects for who drew the tokens: another engine, or an older policy
@@ -35,7 +38,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-KINDS = ("cross_entropy", "reinforce", "importance_sampling", "ppo", "cispo", "dpo")
+KINDS = ("cross_entropy", "reinforce", "importance_sampling", "ppo", "cispo", "dpo", "gspo", "dro")
 KL_KINDS = ("none", "k1", "k3")
 MAX_LOG_RATIO = 20.0  # exp of a larger one would overflow in products
 
@@ -45,21 +48,21 @@ class LossCoefs(NamedTuple):
 
     Attributes:
         kind: index into ``KINDS``.
-        clip_low, clip_high: how far below and above 1 the ratio r may go; a ``clip_low`` of 1 leaves the lower side open.
+        ratio_low, ratio_high: bounds of the ratio r, or of s; a ``ratio_low`` of 0 leaves the lower side open.
         kl_kind: index into ``KL_KINDS``.
         kl: weight of the KL to the reference.
         band_low, band_high: tokens whose k is outside are masked; 0 and inf switch it off.
-        dpo_beta: inverse temperature of DPO.
+        beta: of DPO the inverse temperature, of DRO the weight of the squared log-ratio.
     """
 
     kind: jax.Array
-    clip_low: jax.Array
-    clip_high: jax.Array
+    ratio_low: jax.Array
+    ratio_high: jax.Array
     kl_kind: jax.Array
     kl: jax.Array
     band_low: jax.Array
     band_high: jax.Array
-    dpo_beta: jax.Array
+    beta: jax.Array
 
 
 @struct.dataclass
@@ -110,7 +113,10 @@ def policy_loss(logp_BM: jax.Array, targets: Targets, coefs: LossCoefs) -> tuple
     uses_k3 = coefs.kl_kind == KL_KINDS.index("k3")
     advantage = t.advantages + jnp.where(uses_k1, coefs.kl, 0.0) * jax.lax.stop_gradient(to_ref)
 
-    clipped = jnp.clip(ratio, 1 - coefs.clip_low, 1 + coefs.clip_high)
+    clipped = jnp.clip(ratio, coefs.ratio_low, coefs.ratio_high)
+    whole = _of_sequences(log_ratio, mask, t.sequence)  # s, with the gradient of each token's own logp
+    whole_clipped = jnp.clip(whole, coefs.ratio_low, coefs.ratio_high)
+    from_sampler = jnp.where(mask > 0, logp_BM - t.old_logp, 0.0)
     per_token = {
         "cross_entropy": -logp_BM,
         "reinforce": -advantage * logp_BM,
@@ -118,14 +124,18 @@ def policy_loss(logp_BM: jax.Array, targets: Targets, coefs: LossCoefs) -> tuple
         "ppo": -gap * jnp.minimum(ratio * advantage, clipped * advantage),
         "cispo": -gap * jax.lax.stop_gradient(clipped) * advantage * logp_BM,
         "dpo": jnp.zeros_like(logp_BM),
+        "gspo": -gap * jnp.minimum(whole * advantage, whole_clipped * advantage),
+        "dro": -advantage * logp_BM + 0.5 * coefs.beta * from_sampler * from_sampler,
     }
     token_loss = jax.lax.select_n(coefs.kind, *(per_token[kind] for kind in KINDS))
     token_loss = token_loss + jnp.where(uses_k3, coefs.kl, 0.0) * k3
     is_sampled = (coefs.kind != KINDS.index("cross_entropy")) & (coefs.kind != KINDS.index("dpo"))
     keep = jnp.where(is_sampled, inside, True)
     loss = jnp.sum(t.weights * jnp.where(keep, token_loss, 0.0))
-    binds = ((coefs.kind == KINDS.index("ppo")) & (ratio * advantage > clipped * advantage)) | (
-        (coefs.kind == KINDS.index("cispo")) & (clipped != ratio)
+    binds = (
+        ((coefs.kind == KINDS.index("ppo")) & (ratio * advantage > clipped * advantage))
+        | ((coefs.kind == KINDS.index("gspo")) & (whole * advantage > whole_clipped * advantage))
+        | ((coefs.kind == KINDS.index("cispo")) & (clipped != ratio))
     )
 
     pair_loss, reward_Z2 = _pairs(to_ref, mask, t, coefs)
@@ -151,11 +161,21 @@ def policy_loss(logp_BM: jax.Array, targets: Targets, coefs: LossCoefs) -> tuple
     }
 
 
+def _of_sequences(log_ratio: jax.Array, mask: jax.Array, sequence: jax.Array) -> jax.Array:
+    """``exp`` of each sequence's mean log-ratio over its targets, at each of its places ``[B, M]``."""
+    many = mask.size  # as many sequences as there are places at most
+    total = jax.ops.segment_sum((jax.lax.stop_gradient(log_ratio) * mask).ravel(), sequence.ravel(), num_segments=many)
+    count = jax.ops.segment_sum(mask.ravel(), sequence.ravel(), num_segments=many)
+    mean = (total / jnp.maximum(count, 1.0))[sequence]
+    ratio = jnp.exp(jnp.clip(mean, -MAX_LOG_RATIO, MAX_LOG_RATIO))
+    return ratio * jnp.exp(log_ratio - jax.lax.stop_gradient(log_ratio))
+
+
 def _pairs(to_ref: jax.Array, mask: jax.Array, t: Targets, coefs: LossCoefs) -> tuple[jax.Array, jax.Array]:
     """DPO's weighted loss over pairs, and the implicit rewards ``beta (logp - ref_logp)`` of chosen and rejected, ``[Z, 2]``."""
     pairs = t.pair_weights.shape[0]
     if not pairs:
         return jnp.float32(0), jnp.zeros((0, 2), jnp.float32)
     gain = jax.ops.segment_sum((-to_ref * mask).ravel(), t.sequence.ravel(), num_segments=2 * pairs)  # logp - ref a sequence
-    margin = coefs.dpo_beta * (gain[0::2] - gain[1::2])
-    return jnp.sum(t.pair_weights * -jax.nn.log_sigmoid(margin)), jax.lax.stop_gradient(coefs.dpo_beta * gain.reshape(pairs, 2))
+    margin = coefs.beta * (gain[0::2] - gain[1::2])
+    return jnp.sum(t.pair_weights * -jax.nn.log_sigmoid(margin)), jax.lax.stop_gradient(coefs.beta * gain.reshape(pairs, 2))

@@ -33,11 +33,13 @@ class LossConfig:
 
     Attributes:
         kind: a name in ``losses.KINDS``.
-        clip_low, clip_high: PPO and CISPO clipping. ``clip_low`` is by default 0.2 for PPO, and 1, an open side, for CISPO.
+        clip_low, clip_high: how far below and above 1 the ratio of PPO, GSPO and CISPO may go. ``clip_low`` is by default 1, an
+            open side, for CISPO and 0.2 for the others; 1 + ``clip_high`` and 1 - ``clip_low`` are the bounds.
         kl_kind, kl: KL to the reference.
         band_low, band_high: tokens whose probability ratio of trainer to sampler is outside are masked; ``inf`` above and 0 below
             switch it off.
         dpo_beta: DPO only.
+        dro_beta: DRO only.
         reference: what KL and DPO compare with: ``start``, the adapter that the policy began with (a fresh one is the base);
             ``base``; or a revision's name.
     """
@@ -50,6 +52,7 @@ class LossConfig:
     band_low: float = 0.0
     band_high: float = float("inf")
     dpo_beta: float = 0.1
+    dro_beta: float = 0.05
     reference: str = "start"
 
     def __post_init__(self):
@@ -66,6 +69,13 @@ class LossConfig:
     def low(self) -> float:
         """``clip_low``, or that of the loss's paper."""
         return self.clip_low if self.clip_low is not None else 1.0 if self.kind == "cispo" else 0.2
+
+    def coefs(self) -> LossCoefs:
+        """This loss as numbers."""
+        beta = self.dro_beta if self.kind == "dro" else self.dpo_beta
+        kinds = KINDS.index(self.kind), KL_KINDS.index(self.kl_kind)
+        bounds = 1.0 - self.low, 1.0 + self.clip_high
+        return LossCoefs(kinds[0], *bounds, kinds[1], self.kl, self.band_low, self.band_high, beta)  # type: ignore[arg-type]
 
     @property
     def needs_reference(self) -> bool:
@@ -92,15 +102,10 @@ class PolicyConfig:
 def stack_coefs(configs: Sequence[LossConfig]) -> LossCoefs:
     """``LossCoefs`` of ``[P]`` arrays."""
 
-    def column(name: str) -> np.ndarray:
-        values = [c.low if name == "clip_low" else getattr(c, name) for c in configs]
-        if name == "kind":
-            return np.array([KINDS.index(v) for v in values], np.int32)
-        if name == "kl_kind":
-            return np.array([KL_KINDS.index(v) for v in values], np.int32)
-        return np.array(values, np.float32)
-
-    return LossCoefs(*(column(name) for name in LossCoefs._fields))  # type: ignore[arg-type]
+    rows = [c.coefs() for c in configs]
+    kinds = ("kind", "kl_kind")
+    columns = (np.array([getattr(row, name) for row in rows], np.int32 if name in kinds else np.float32) for name in LossCoefs._fields)
+    return LossCoefs(*columns)  # type: ignore[arg-type]
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "adapters"))

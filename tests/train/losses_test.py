@@ -17,7 +17,7 @@ EDGES = (0.6, 0.7, 1.5, 1.6)  # of the band and of the clip range: ratios keep o
 
 def coefs(kind, kl_kind="none", band="open"):
     low, high = BANDS[band]
-    return LossCoefs(KINDS.index(kind), 0.3, 0.6, KL_KINDS.index(kl_kind), 0.37, low, high, 0.8)
+    return LossCoefs(KINDS.index(kind), 0.7, 1.6, KL_KINDS.index(kl_kind), 0.37, low, high, 0.8)
 
 
 def stack(all_coefs):
@@ -57,7 +57,10 @@ def reference(logp_BM, t, c):
     first = torch.tensor(np.float64(t.first_logp[live]))
     first = torch.where(torch.isnan(first), logp.detach(), first)
     ratio, gap = torch.exp(logp - first), torch.exp(first - old)
-    clipped = torch.clamp(ratio, 1 - c.clip_low, 1 + c.clip_high)
+    clipped = torch.clamp(ratio, c.ratio_low, c.ratio_high)
+    sequence = torch.tensor(t.sequence[live])
+    means = torch.stack([(logp - first).detach()[sequence == s].mean() for s in sequence])
+    whole = torch.exp(means + logp - logp.detach())
     if kl_kind == "k1":
         advantage = advantage - c.kl * (logp - ref).detach()
     loss = {
@@ -67,6 +70,8 @@ def reference(logp_BM, t, c):
         "ppo": lambda: -gap * torch.minimum(ratio * advantage, clipped * advantage),
         "cispo": lambda: -gap * clipped.detach() * advantage * logp,
         "dpo": lambda: 0 * logp,
+        "gspo": lambda: -gap * torch.minimum(whole * advantage, torch.clamp(whole, c.ratio_low, c.ratio_high) * advantage),
+        "dro": lambda: -(advantage * logp - c.beta / 2 * (logp - old) ** 2),
     }[kind]()
     k3 = torch.exp(ref - logp) - (ref - logp) - 1
     if kl_kind == "k3":
@@ -75,15 +80,16 @@ def reference(logp_BM, t, c):
     if kind not in ("cross_entropy", "dpo"):  # nothing was sampled there, so there is no ratio
         loss = torch.where(outside, 0.0, loss)
     total = (weights * loss).sum()
-    sequence = torch.tensor(t.sequence[live])
     gain = [(logp - ref)[sequence == s].sum() for s in range(2 * Z)]
-    margins = [c.dpo_beta * (gain[2 * z] - gain[2 * z + 1]) for z in range(Z)]
+    margins = [c.beta * (gain[2 * z] - gain[2 * z + 1]) for z in range(Z)]
     if kind == "dpo":
         total = total - sum(w * torch.log(torch.sigmoid(m)) for w, m in zip(np.float64(t.pair_weights), margins))
     total.backward()
     paired = [float(m.detach()) for m, w in zip(margins, t.pair_weights) if w > 0]
-    above, below = ratio > 1 + c.clip_high, ratio < 1 - c.clip_low
-    binds = {"ppo": (above & (advantage > 0)) | (below & (advantage < 0)), "cispo": above | below}.get(kind, torch.zeros(()))
+    one = whole if kind == "gspo" else ratio
+    above, below = one > c.ratio_high, one < c.ratio_low
+    against = (above & (advantage > 0)) | (below & (advantage < 0))
+    binds = {"ppo": against, "gspo": against, "cispo": above | below}.get(kind, torch.zeros(()))
     metrics = {
         "tokens": live.sum(),
         "logp_sum": logp.sum(),
@@ -94,8 +100,8 @@ def reference(logp_BM, t, c):
         "max_gap": (first - old).abs().max(),
         "pairs": len(paired),
         "margin_sum": sum(paired),
-        "chosen_sum": sum(c.dpo_beta * float(gain[2 * z].detach()) for z, w in enumerate(t.pair_weights) if w > 0),
-        "rejected_sum": sum(c.dpo_beta * float(gain[2 * z + 1].detach()) for z, w in enumerate(t.pair_weights) if w > 0),
+        "chosen_sum": sum(c.beta * float(gain[2 * z].detach()) for z, w in enumerate(t.pair_weights) if w > 0),
+        "rejected_sum": sum(c.beta * float(gain[2 * z + 1].detach()) for z, w in enumerate(t.pair_weights) if w > 0),
         "preferred_sum": sum(m > 0 for m in paired),
     }
     return float(total.detach()), logp_all.grad.numpy(), {name: float(torch.as_tensor(value).detach()) for name, value in metrics.items()}
@@ -130,7 +136,7 @@ def test_loss_gradient_and_metrics_match_the_formula_in_float64(kind, rng):
 def test_policies_of_one_call_may_differ_in_everything(rng):
     all_coefs = [coefs(*each) for each in itertools.product(KINDS, KL_KINDS, BANDS) if each != ("dpo", "k3", "band")]
     all_coefs = [all_coefs[i] for i in rng.permutation(len(all_coefs))]
-    all_coefs = [c._replace(clip_low=c.clip_low / 2, kl=0.1 * i) if i % 2 else c for i, c in enumerate(all_coefs)]
+    all_coefs = [c._replace(ratio_low=c.ratio_low + 0.1, kl=0.1 * i) if i % 2 else c for i, c in enumerate(all_coefs)]
     logp, targets = draw(rng, len(all_coefs))
     got = value_and_grad(logp, targets, stack(all_coefs))
     assert_matches(got, logp, targets, all_coefs)
@@ -149,14 +155,14 @@ def test_ppo_clips_above_and_below_separately(high, expected):
     one = jnp.ones((1, 1), jnp.float32)
     before = one * -np.float32(np.log(1.25))
     targets = Targets(one, one, before, one, jnp.zeros((1, 1), jnp.int32), jnp.zeros((0,)), before)
-    c = coefs("ppo")._replace(clip_low=0.9, clip_high=high)
+    c = coefs("ppo")._replace(ratio_low=0.1, ratio_high=1 + high)
     grad = jax.jit(jax.grad(lambda logp: policy_loss(logp, targets, c)[0]))(jnp.zeros((1, 1)))
     np.testing.assert_allclose(grad, expected, rtol=1e-6)  # float32 rounding of exp(log(1.25))
 
 
 @pytest.mark.parametrize("gap", [-80.0, 80.0])
 @pytest.mark.parametrize("of_updates", [-80.0, 0.0, 80.0])
-@pytest.mark.parametrize("kind", ["importance_sampling", "ppo", "cispo"])
+@pytest.mark.parametrize("kind", ["importance_sampling", "ppo", "cispo", "gspo"])
 def test_absurd_ratios_stay_finite(kind, of_updates, gap):
     one = jnp.ones((1, 2), jnp.float32)
     first = one * of_updates - 1
@@ -192,8 +198,9 @@ def test_a_clip_counts_only_where_it_binds():
     advantage, logp = np.float32([[1, -1, 1, -1]]), np.log(ratio) - 3
     targets = Targets(ones, advantage, -3 * ones, ones, np.zeros((1, 4), np.int32), np.zeros(0, np.float32), -3 * ones)
     counts = {kind: policy_loss(logp, targets, coefs(kind))[1]["clipped_sum"] for kind in KINDS}
-    assert counts == {"ppo": 2, "cispo": 4} | dict.fromkeys(["cross_entropy", "reinforce", "importance_sampling", "dpo"], 0)
-    open_below = coefs("cispo")._replace(clip_low=1.0)
+    others = ["cross_entropy", "reinforce", "importance_sampling", "dpo", "dro"]
+    assert counts == {"ppo": 2, "cispo": 4, "gspo": 2} | dict.fromkeys(others, 0)  # the sequence's ratio is 0.45
+    open_below = coefs("cispo")._replace(ratio_low=0.0)
     assert policy_loss(logp, targets, open_below)[1]["clipped_sum"] == 2
     grad = jax.grad(lambda x: policy_loss(x, targets, open_below)[0])(logp)
     np.testing.assert_allclose(grad, -advantage * np.minimum(ratio, 1.6), rtol=1e-6)  # float32 rounding of exp(log)

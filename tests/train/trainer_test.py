@@ -289,7 +289,7 @@ def test_the_first_update_s_log_probabilities_are_kept_for_the_later_ones(rng, t
 
 @pytest.mark.parametrize(("kind", "low"), [("ppo", 0.2), ("cispo", 1.0)])
 def test_a_clip_has_its_paper_s_lower_side(kind, low):
-    assert stack_coefs([LossConfig(kind), LossConfig(kind, clip_low=0.25)]).clip_low.tolist() == [np.float32(low), 0.25]
+    assert stack_coefs([LossConfig(kind), LossConfig(kind, clip_low=0.25)]).ratio_low.tolist() == [np.float32(1 - low), 0.75]
 
 
 def test_means_are_reported_for_what_a_loss_has():
@@ -309,8 +309,11 @@ def test_loss_configs_become_columns_of_numbers():
     c = stack_coefs(configs)
     assert c.kind.tolist() == [KINDS.index("dpo"), KINDS.index("cispo")]
     assert c.kl_kind.tolist() == [KL_KINDS.index("k3"), KL_KINDS.index("none")]
-    np.testing.assert_array_equal(c.clip_low, np.float32([0.2, 0.1]))
-    for name in ("clip_high", "kl", "band_low", "band_high", "dpo_beta"):
+    np.testing.assert_array_equal(c.ratio_low, np.float32([0.8, 0.9]))
+    np.testing.assert_array_equal(c.ratio_high, np.float32([1.2, 1.4]))
+    np.testing.assert_array_equal(c.beta, np.float32([0.3, configs[1].dpo_beta]))
+    np.testing.assert_array_equal(stack_coefs([LossConfig("dro", dro_beta=0.7)]).beta, np.float32([0.7]))
+    for name in ("kl", "band_low", "band_high"):
         np.testing.assert_array_equal(getattr(c, name), np.float32([getattr(each, name) for each in configs]))
 
 
