@@ -4,7 +4,7 @@ The unembedding is frozen, so with ``p = softmax(W h / T)`` the gradient of ``lo
 ``(W[y] - p W) / T``: it needs nothing from later in the loss. The forward pass of a training step computes it while the logits
 of a slice are at hand, and the backward pass is one multiplication: no logits are kept and none are computed twice.
 
-Axes: B rows, M target positions of a row, V vocab, D model width, C positions of a slice.
+Axes: B rows, M target positions of a row, V vocab, D model width, C positions of a slice, K targets of a position.
 """
 
 from typing import Any
@@ -28,13 +28,16 @@ def target_logprobs(
     Memory is bounded by ``SLICE_BYTES``, or one position of every row, whatever M and V are.
 
     Args:
+        targets_BM: or ``[B, M, K]``, several of one distribution (soft targets): one pass over the vocabulary serves all of a
+            position, and the result is ``[B, M, K]``.
         inverse_temperature_BM: float32, above 0: the distribution is that of ``logits / temperature``; None is 1 everywhere.
     """
-    chex.assert_rank(targets_BM, 2)
-    chex.assert_shape(h_BMD, (*targets_BM.shape, unembed_table(params).shape[1]))
+    chex.assert_rank(targets_BM, {2, 3})
+    chex.assert_shape(h_BMD, (*targets_BM.shape[:2], unembed_table(params).shape[1]))
     if lora is not None and lora.at("unembed").targeted:
         return _with_adapters(params, lora, h_BMD, targets_BM, inverse_temperature_BM)
-    return _frozen(h_BMD, jax.lax.stop_gradient(unembed_table(params)), targets_BM, inverse_temperature_BM)
+    of = _frozen if targets_BM.ndim == 2 else _frozen_many
+    return of(h_BMD, jax.lax.stop_gradient(unembed_table(params)), targets_BM, inverse_temperature_BM)
 
 
 def _slice_count(rows: int, positions: int, vocab: int) -> int:
@@ -55,13 +58,14 @@ def _sliced(x: jax.Array, n: int, axis: int) -> jax.Array:
 
 
 def _log_softmax_at(z_BCV: jax.Array, y_BC: jax.Array, sharp_BC: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """``log softmax(sharp z)[y]``, ``[B, C]``, and ``exp(sharp (z - max z))`` with its sum; ``z`` itself is not written anew."""
+    """``log softmax(sharp z)[y]``, like ``y``, and ``exp(sharp (z - max z))`` with its sum; ``z`` itself is not written anew."""
     top_BC1 = jax.lax.stop_gradient(jnp.max(z_BCV, axis=-1, keepdims=True))
     sharp_BC1 = 1.0 if sharp_BC is None else sharp_BC[..., None]
     e_BCV = jnp.exp((z_BCV - top_BC1) * sharp_BC1)
     total_BC1 = jnp.sum(e_BCV, axis=-1, keepdims=True)
-    picked_BC1 = jnp.take_along_axis(z_BCV, y_BC[..., None], axis=-1)
-    return ((picked_BC1 - top_BC1) * sharp_BC1 - jnp.log(total_BC1))[..., 0], e_BCV, total_BC1
+    picked_BCK = jnp.take_along_axis(z_BCV, y_BC.reshape(*z_BCV.shape[:2], -1), axis=-1)
+    logp_BCK = (picked_BCK - top_BC1) * sharp_BC1 - jnp.log(total_BC1)
+    return logp_BCK.reshape(y_BC.shape), e_BCV, total_BC1
 
 
 @jax.custom_vjp
@@ -76,23 +80,32 @@ def _frozen(h_BMD, table_VD, targets_BM, sharp_BM):
 
 def _over_slices(one, inputs, vocab):
     """``one((h[B, C, D], y[B, C], sharp[B, C]))`` over slices of the positions; the results put together again, ``[B, M, ...]``."""
-    B, M = inputs[1].shape
+    B, M = inputs[1].shape[:2]
     n = _slice_count(B, M, vocab)
     with jax.named_scope("unembed"):
-        if n == 1:
-            return one(inputs)
-        out = jax.lax.map(one, jax.tree.map(lambda x: _sliced(x, n, 1), inputs))
+        return one(inputs) if n == 1 else _mapped(one, inputs, n)
+
+
+def _mapped(one, inputs, n):
+    B, M = inputs[1].shape[:2]
+    out = jax.lax.map(one, jax.tree.map(lambda x: _sliced(x, n, 1), inputs))
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(B, -1, *x.shape[3:])[:, :M], out)
+
+
+def _log_probs_and_mean(h_BCD, table_VD, y_BC, sharp_BC):
+    """The log-probabilities of a slice, and ``p W``, the mean row of the table under the model's own distribution, while the slice's
+    exponentials are there: the second of the two products of this pass, and what the backward pass would otherwise have to compute the
+    logits again for."""
+    z_BCV = jnp.einsum("BCD,VD->BCV", h_BCD, table_VD, preferred_element_type=jnp.float32)
+    logp_BC, e_BCV, total_BC1 = _log_softmax_at(z_BCV, y_BC, sharp_BC)
+    mean_BCD = jnp.einsum("BCV,VD->BCD", e_BCV.astype(table_VD.dtype), table_VD, preferred_element_type=jnp.float32)
+    return logp_BC, mean_BCD / total_BC1
 
 
 def _frozen_forward(h_BMD, table_VD, targets_BM, sharp_BM):
     def one(slice_):
         h_BCD, y_BC, sharp_BC = slice_
-        z_BCV = jnp.einsum("BCD,VD->BCV", h_BCD, table_VD, preferred_element_type=jnp.float32)
-        logp_BC, e_BCV, total_BC1 = _log_softmax_at(z_BCV, y_BC, sharp_BC)
-        # p W, the mean row of the table under the model's own distribution, while the slice's exponentials are there: the second
-        # of the two products of this pass, and what the backward pass would otherwise have to compute the logits again for.
-        mean_BCD = jnp.einsum("BCV,VD->BCD", e_BCV.astype(table_VD.dtype), table_VD, preferred_element_type=jnp.float32) / total_BC1
+        logp_BC, mean_BCD = _log_probs_and_mean(h_BCD, table_VD, y_BC, sharp_BC)
         dh_BCD = table_VD[y_BC].astype(jnp.float32) - mean_BCD
         return logp_BC, (dh_BCD if sharp_BC is None else dh_BCD * sharp_BC[..., None]).astype(h_BCD.dtype)
 
@@ -106,15 +119,46 @@ def _frozen_backward(dh_BMD, g_BM):
 _frozen.defvjp(_frozen_forward, _frozen_backward)
 
 
+@jax.custom_vjp
+def _frozen_many(h_BMD, table_VD, targets_BMK, sharp_BM):
+    return _frozen(h_BMD, table_VD, targets_BMK, sharp_BM)
+
+
+def _many_forward(h_BMD, table_VD, targets_BMK, sharp_BM):
+    def one(slice_):
+        h_BCD, y_BCK, sharp_BC = slice_
+        logp_BCK, mean_BCD = _log_probs_and_mean(h_BCD, table_VD, y_BCK, sharp_BC)
+        return logp_BCK, mean_BCD.astype(h_BCD.dtype)
+
+    logp_BMK, mean_BMD = _over_slices(one, (h_BMD, targets_BMK, sharp_BM), table_VD.shape[0])
+    return logp_BMK, (mean_BMD, table_VD, targets_BMK, sharp_BM)
+
+
+def _many_backward(kept, g_BMK):
+    mean_BMD, table_VD, targets_BMK, sharp_BM = kept
+
+    def one(slice_):
+        mean_BCD, y_BCK, g_BCK, sharp_BC = slice_
+        rows_BCD = jnp.einsum("BCK,BCKD->BCD", g_BCK, table_VD[y_BCK].astype(jnp.float32))
+        dh_BCD = rows_BCD - jnp.sum(g_BCK, axis=-1, keepdims=True) * mean_BCD
+        return (dh_BCD if sharp_BC is None else dh_BCD * sharp_BC[..., None]).astype(mean_BCD.dtype)
+
+    K, D = targets_BMK.shape[-1], mean_BMD.shape[-1]
+    inputs = mean_BMD, targets_BMK, g_BMK, sharp_BM
+    n = _slice_count(*targets_BMK.shape[:2], K * D)  # of the table's rows at the targets
+    return (one(inputs) if n == 1 else _mapped(one, inputs, n)), None, None, None
+
+
+_frozen_many.defvjp(_many_forward, _many_backward)
+
+
 def _with_adapters(params, lora, h_BMD, targets_BM, sharp_BM):
     """Adapters on the unembedding need the logits' own gradient: slices over positions, recomputed backwards."""
-    B, M, _ = h_BMD.shape
-    n = _slice_count(B, M, unembed_table(params).shape[0])
+    n = _slice_count(*h_BMD.shape[:2], unembed_table(params).shape[0])
 
     @jax.checkpoint
     def one(slice_):
         h_BCD, y_BC, sharp_BC = slice_
         return _log_softmax_at(logits(params, lora, h_BCD), y_BC, sharp_BC)[0]
 
-    out_nBC = jax.lax.map(one, jax.tree.map(lambda x: _sliced(x, n, 1), (h_BMD, targets_BM, sharp_BM)))
-    return out_nBC.swapaxes(0, 1).reshape(B, -1)[:, :M]
+    return _mapped(one, (h_BMD, targets_BM, sharp_BM), n)

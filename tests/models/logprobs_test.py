@@ -122,3 +122,33 @@ def test_the_frozen_table_gets_no_gradient(rng):
     params, h_BMD, targets_BM, _, _ = _inputs(rng, tied=False)
     grads = jax.grad(lambda p: target_logprobs(p, None, h_BMD, targets_BM).sum())(params)
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(grads))
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("warm", [False, True])
+def test_several_targets_of_a_position_share_its_distribution(adapted, warm, slice_positions, rng):
+    """Soft targets: one may stand twice, and their weights may be zero or negative."""
+    K = 3
+    params, h_BMD, _, _, table_VD = _inputs(rng, True)
+    targets = rng.integers(V, size=(B, M, K)).astype(np.int32)
+    targets[0, 0] = 7
+    g = (rng.normal(size=(B, M, K)) * (rng.random((B, M, K)) < 0.7)).astype(np.float32)
+    sharp = rng.uniform(0.3, 2.0, (B, M)).astype(np.float32) if warm else None
+    a, b = (rng.normal(0, 0.3, shape).astype(np.float32) for shape in ((1, 1, 2, D), (1, 1, 2, V)))
+
+    def mine(h, a, b):
+        lora = bind([({"unembed": {"a": a, "b": b}}, jnp.ones((1,)))]) if adapted else None
+        return target_logprobs(params, lora, h, targets, sharp)
+
+    got, gradients = _with_gradients(mine, [h_BMD, a, b], g)
+    leaves = [torch.tensor(np.asarray(leaf, np.float64), requires_grad=True) for leaf in (h_BMD, a, b)]
+    h, a_, b_ = leaves
+    logits = h @ torch.tensor(table_VD, dtype=torch.float64).T + ((h @ a_[0, 0].T) @ b_[0, 0] if adapted else 0)
+    logits = logits * (torch.tensor(np.float64(sharp))[..., None] if warm else 1.0)
+    want = torch.log_softmax(logits, -1).gather(-1, torch.tensor(targets, dtype=torch.long))
+    (want * torch.tensor(g, dtype=torch.float64)).sum().backward()
+    np.testing.assert_allclose(got, want.detach(), atol=5e-5)  # float32 sums over 50 logits of size 10, and twice that where sharp
+    for ours, leaf in zip(gradients, leaves):
+        expected = np.zeros(leaf.shape) if leaf.grad is None else leaf.grad.numpy()
+        np.testing.assert_allclose(ours, expected, atol=1e-4 * max(1.0, np.abs(expected).max()))
+    np.testing.assert_allclose(mine(h_BMD, a, b), want.detach(), atol=5e-5)  # without a gradient
