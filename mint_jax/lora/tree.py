@@ -265,8 +265,8 @@ def check_resident(slot: Slot | None, stacks: "Stacks") -> None:
 
 
 def take_slots(tree: Any, slots: jax.Array) -> Any:
-    """The slots of a stacked tree, ``[L, S, ...] -> [L, P, ...]``."""
-    return jax.tree.map(lambda x: jnp.take(x, slots, axis=SLOT_AXIS), tree)
+    """The slots of a stacked tree, ``[L, S, ...] -> [L, P, ...]``; one beyond the last, of padding, reads the last."""
+    return jax.tree.map(lambda x: jnp.take(x, slots, axis=SLOT_AXIS, mode="clip"), tree)
 
 
 def bind_slots(stacks: "Stacks", slots: dict[int, jax.Array], base_blocks: int = 0, dtype: Any = jnp.float32) -> BoundAdapters:

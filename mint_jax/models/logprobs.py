@@ -145,7 +145,7 @@ def _many_backward(kept, g_BMK):
 
     K, D = targets_BMK.shape[-1], mean_BMD.shape[-1]
     inputs = mean_BMD, targets_BMK, g_BMK, sharp_BM
-    n = _slice_count(*targets_BMK.shape[:2], K * D)  # of the table's rows at the targets
+    n = _slice_count(targets_BMK.shape[0], targets_BMK.shape[1], K * D)  # of the table's rows at the targets
     return (one(inputs) if n == 1 else _mapped(one, inputs, n)), None, None, None
 
 
@@ -154,7 +154,7 @@ _frozen_many.defvjp(_many_forward, _many_backward)
 
 def _with_adapters(params, lora, h_BMD, targets_BM, sharp_BM):
     """Adapters on the unembedding need the logits' own gradient: slices over positions, recomputed backwards."""
-    n = _slice_count(*h_BMD.shape[:2], unembed_table(params).shape[0])
+    n = _slice_count(h_BMD.shape[0], h_BMD.shape[1], unembed_table(params).shape[0])
 
     @jax.checkpoint
     def one(slice_):

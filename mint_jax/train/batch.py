@@ -66,7 +66,7 @@ class Batch:
     Attributes:
         tokens, positions, own, parent: ``[P, B, T]`` int32; ``own`` and ``parent`` are segments, 0 is padding.
         index: ``[P, B, M]`` position in the row whose hidden state predicts the target.
-        target: ``[P, B, M]`` token ids.
+        target: ``[P, B, M]`` token ids; or ``[P, B, M, K]``, several of one distribution, whose losses' numbers are ``[P, B, M K]``.
         routes: recorded experts to replay, int16 ``[L, P, B, T, X]``, -1 for a token without; None: the router chooses.
         loss: targets of the loss, ``[P, B, M]`` and ``[P, Z]``.
         inverse_temperature: of each target's distribution, float32 ``[P, B, M]``; None is 1 everywhere.

@@ -36,7 +36,8 @@ Slots = dict[int, jax.Array]  # bucket rank -> [n] int32, distinct slots
 def batch_logprobs(
     params: Any, lora: BoundAdapters | None, batch: Batch, cfg: ModelConfig, remat: str = "none"
 ) -> tuple[jax.Array, jax.Array | None]:
-    """``log p(target)`` of every target of a batch at its temperature, ``[P, B, M]`` float32; with recorded routes also how far
+    """``log p(target)`` of every target of a batch at its temperature, float32 ``[P, B, M]``, or ``[P, B, M K]`` of several targets
+    a position; with recorded routes also how far
     the router's own choice before each target strays from them, ``[P, B, M]``, a share averaged over layers."""
     P, B, T, M = batch.shape
     rows = P * B
@@ -50,7 +51,8 @@ def batch_logprobs(
     h, kept = transformer.hidden_states(params, lora, inputs, cfg, keep_routes=replay is not None, remat=remat)
     picked = jnp.take_along_axis(h, flat(batch.index)[..., None], axis=1)
     sharp = None if batch.inverse_temperature is None else flat(batch.inverse_temperature)
-    logp = target_logprobs(params, lora, picked, flat(batch.target), sharp).reshape(P, B, M)
+    targets = batch.target.reshape(rows, *batch.target.shape[2:])
+    logp = target_logprobs(params, lora, picked, targets, sharp).reshape(P, B, -1)
     if replay is None:
         return logp, None
     missed = jnp.mean(kept["moe"]["missed"], axis=0)
@@ -72,6 +74,17 @@ def score(params: Any, batch: Batch, stacks: Stacks, slots: Slots, *, cfg: Model
     return batch_logprobs(params, lora, batch, cfg)[0]
 
 
+@functools.partial(jax.jit, static_argnames=("cfg",))
+@as_stored
+def score_losses(
+    params: Any, batch: Batch, coefs: LossCoefs, stacks: Stacks, slots: Slots, *, cfg: ModelConfig
+) -> tuple[jax.Array, jax.Array]:
+    """``forward_backward`` without the backward half: log-probabilities, and each block's loss ``[P]``."""
+    lora = lora_tree.bind_slots(stacks, slots, dtype=params["final_norm"].dtype)
+    logp, _ = batch_logprobs(params, lora, batch, cfg)
+    return logp, jax.vmap(policy_loss)(logp, batch.loss, coefs)[0]
+
+
 @functools.partial(jax.jit, static_argnames=("cfg", "remat"), donate_argnames=("state",))
 @as_stored
 def forward_backward(
@@ -84,7 +97,8 @@ def forward_backward(
         state: only ``grad_sum`` changes. Donated.
         batch: P policies in the order of ``slots``.
         coefs: ``[P]`` each.
-        slots: which slot each policy is.
+        slots: which slot each policy is; one may stand several times, its gradients add up, and one beyond the last is padding, whose
+            gradient is dropped.
         remat: a key of ``transformer.REMAT``.
 
     Returns:
@@ -101,7 +115,8 @@ def forward_backward(
         logp, missed = batch_logprobs(params, lora_tree.bind(parts, dtype=dtype), batch, cfg, remat)
         losses, metrics = jax.vmap(policy_loss)(logp, batch.loss, coefs)
         if missed is not None:
-            metrics["out_of_route_sum"] = jnp.sum(missed * (batch.loss.weights != 0), axis=(1, 2))
+            is_target = jnp.any(batch.loss.weights.reshape(*missed.shape, -1) != 0, axis=-1)
+            metrics["out_of_route_sum"] = jnp.sum(missed * is_target, axis=(1, 2))
         # A policy's loss depends on its own adapter only, so the gradient of the sum is every policy's own gradient: one
         # backward pass of the base for all of them, where a gradient per policy would be as many.
         return jnp.sum(losses), (logp, metrics | {"loss": losses})
@@ -116,6 +131,23 @@ def forward_backward(
 
 def _add_at(slots: jax.Array, total: jax.Array, part: jax.Array) -> jax.Array:
     return total.at[:, slots].add(part.astype(total.dtype))
+
+
+@functools.partial(jax.jit, donate_argnames=("stack",))
+def optim_step_with(
+    stack: state_lib.TrainStack, slots: jax.Array, count: jax.Array, hyper: Hyper
+) -> tuple[state_lib.TrainStack, dict[str, jax.Array]]:
+    """``optim_step`` of one bucket, by numbers that come with the call; which slots and how many is data.
+
+    Args:
+        slots: ``[S]`` int32, the first ``count`` of them distinct, the others beyond the last slot.
+        hyper: ``[S]`` each, of these slots; they stay in the state.
+    """
+    put = jax.tree.map(lambda held, new: held.at[slots].set(new, mode="drop"), stack.hyper, hyper)
+    stack = dataclasses.replace(stack, hyper=put)
+    _, one = jax.eval_shape(_update_slot, stack, slots[0])
+    zeros = {name: jnp.zeros(slots.shape, x.dtype) for name, x in one.items()}
+    return jax.lax.fori_loop(0, count, functools.partial(_update_nth, slots), (stack, zeros))
 
 
 @functools.partial(jax.jit, donate_argnames=("state",))

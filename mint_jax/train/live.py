@@ -1,0 +1,476 @@
+"""Live training: policies join, leave and change while others train, and nothing is compiled for it.
+
+All that varies is data. The programs are those of declared shapes (``blocks.BlockShape``), a stack of slots for each declared rank, and
+one each to write and to read a slot. A policy of a rank between has the next larger slot, with zeros that stay zero. A policy that is
+not at work may be anywhere: in its slot, in host memory, in a file. It is brought to a slot when something is computed for it, and the
+one that was not used for longest goes.
+
+One thread owns a ``Live``. It orders nothing: who calls it says what is computed next (``service/loop.py``).
+
+Axes: S slots, P blocks, B rows, T tokens, K targets of a position.
+"""
+
+import collections
+import dataclasses
+import functools
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from mint_jax import params as params_lib
+from mint_jax.errors import UserError, choice
+from mint_jax.lora import tree as lora_tree
+from mint_jax.lora.tree import AdapterConfig, Slot
+from mint_jax.models import transformer
+from mint_jax.models.base import Base
+from mint_jax.models.config import ModelConfig
+from mint_jax.train import blocks as blocks_lib
+from mint_jax.train import state as state_lib
+from mint_jax.train import step as step_lib
+from mint_jax.train.blocks import Block, BlockShape, Work
+from mint_jax.train.held import PARTS, Held, Spilled
+from mint_jax.train.losses import KINDS, LossCoefs
+from mint_jax.train.state import Hyper, OptimizerConfig, State, TrainStack
+
+SHAPES = (BlockShape(1, 1, 256), BlockShape(8, 1, 256), BlockShape(1, 1, 1024), BlockShape(4, 1, 1024), BlockShape(1, 1, 1024, 32))
+NO_LOSS = LossCoefs(KINDS.index("cross_entropy"), 0.0, np.inf, 0, 0.0, 0.0, np.inf, 0.0)  # type: ignore[arg-type]
+
+
+class Step(NamedTuple):
+    """What one step took: its shape, the blocks in it, and the seconds until its results were on the host."""
+
+    shape: BlockShape
+    blocks: list[Block]
+    seconds: float
+
+
+class OneSlot(NamedTuple):
+    """A slot's leaves without their slot axis."""
+
+    factors: Any
+    mu: Any
+    nu: Any
+    grad: Any
+    scale: Any
+    count: Any
+    steps: Any
+    skipped: Any
+
+
+@dataclasses.dataclass(eq=False)
+class _Policy:
+    config: AdapterConfig
+    bucket: int
+    held: Held | Spilled | None  # None while it is in a slot
+    slot: int | None = None
+    pending: bool = False  # gradients that no update has used
+    used: int = 0
+
+
+def _in_bucket(stack: TrainStack, slot: jax.Array) -> OneSlot:
+    of = functools.partial(jax.tree.map, lambda x: jax.lax.dynamic_index_in_dim(x, slot, state_lib.slot_axis(x), keepdims=False))
+    opt = {name: optax.tree.get(stack.opt, name) for name in ("mu", "nu", "count")}
+    return OneSlot(
+        of(stack.adapters.factors), of(opt["mu"]), of(opt["nu"]), of(stack.grad_sum),
+        of(stack.adapters.scale), of(opt["count"]), of(stack.steps), of(stack.skipped),
+    )  # fmt: skip
+
+
+_read = jax.jit(_in_bucket)
+
+
+@functools.partial(jax.jit, static_argnames=("cfg",), donate_argnames=("stack",))
+def _write(stack: TrainStack, slot: jax.Array, one: OneSlot, cfg: ModelConfig) -> TrainStack:
+    def put(all_: Any, mine: Any) -> Any:
+        return jax.tree.map(
+            lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y.astype(x.dtype), slot, state_lib.slot_axis(x)), all_, mine
+        )
+
+    opt = {name: put(optax.tree.get(stack.opt, name), getattr(one, name)) for name in ("mu", "nu", "count")}
+    new = dataclasses.replace(
+        stack,
+        adapters=dataclasses.replace(
+            stack.adapters, factors=put(stack.adapters.factors, one.factors), scale=put(stack.adapters.scale, one.scale)
+        ),
+        opt=optax.tree.set(stack.opt, **opt),
+        grad_sum=put(stack.grad_sum, one.grad),
+        steps=put(stack.steps, one.steps),
+        skipped=put(stack.skipped, one.skipped),
+    )
+    return lora_tree.constrain(new, transformer.abstract(cfg))
+
+
+class Live:
+    """The policies in training, wherever their state is.
+
+    Args:
+        base: the resident base; read, never written.
+        slots: of each rank bucket, a power of two, how many policies are on the device at once.
+        targets: what policies may adapt; every slot has room for all of it.
+        shapes: of the steps there are.
+        remat: what the backward pass keeps, a key of ``transformer.REMAT``.
+        host_bytes: of states in host memory; beyond them the ones not used for longest are written to files.
+        folder: for these files; None keeps all in memory.
+
+    Attributes:
+        counts: steps, tokens (padding counted and not), slots written and read, states written to files and read again.
+        costs: seconds of a step by (shape, whether it is backward), as measured last.
+
+    Raises:
+        UserError: a bucket that is no power of two, no shapes, a target that the base does not have.
+    """
+
+    def __init__(
+        self,
+        base: Base,
+        slots: Mapping[int, int],
+        targets: Sequence[str] = (lora_tree.ALL_LINEAR, "unembed"),
+        shapes: Sequence[BlockShape] = SHAPES,
+        remat: str = "names",
+        host_bytes: int = 4 << 30,
+        folder: Path | None = None,
+    ):
+        if remat not in transformer.REMAT:
+            raise choice("remat", remat, transformer.REMAT)
+        if not slots or any(b != lora_tree.bucket_of(b) or n < 1 for b, n in slots.items()):
+            raise UserError(f"slots is {dict(slots)}; expected numbers of slots by rank, ranks that are powers of two")
+        if not shapes or any(min(shape) < 1 for shape in shapes) or all(shape.width > 1 for shape in shapes):
+            raise UserError(f"shapes is {list(shapes)}; expected sizes of at least 1, one of them for plain targets")
+        self.base, self.shapes, self.remat = base, tuple(sorted(shapes, key=lambda s: s.size)), remat
+        self.specs = transformer.abstract(base.cfg)
+        self.targets = lora_tree.spelled_out(AdapterConfig(1, targets=tuple(targets)), self.specs).targets
+        self.slots = dict(sorted(slots.items()))
+        self.host_bytes, self.folder = host_bytes, folder
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.costs: dict[tuple[BlockShape, bool], float] = {}
+        self._policies: dict[str, _Policy] = {}
+        self._free = {bucket: list(range(n))[::-1] for bucket, n in self.slots.items()}
+        self._clock = 0
+        with jax.set_mesh(base.mesh):
+            self.state: State = _empty(base.cfg, tuple(self.slots.items()), self.targets)
+
+    # -- who is there
+
+    def join(self, name: str, held: Held) -> None:
+        """Takes a policy in, with a state from ``held.fresh`` or one that was read before.
+
+        Raises:
+            UserError: the name is taken, or an adapter that no slot is made for.
+        """
+        if name in self._policies:
+            raise UserError(f"policy {name!r} is in training already: choose another name")
+        self._policies[name] = self._admitted(name, held)
+        self._spill()
+
+    def replace(self, name: str, held: Held) -> None:
+        """Gives a policy another state; its pending gradients go.
+
+        Raises:
+            UserError: an unknown policy, or an adapter that no slot is made for.
+        """
+        new = self._admitted(name, held)
+        self.leave(name)
+        self._policies[name] = new
+        self._spill()
+
+    def _admitted(self, name: str, held: Held) -> _Policy:
+        config = held.config
+        bucket = next((b for b in self.slots if b >= config.rank), None)
+        if bucket is None:
+            raise UserError(f"policy {name!r} has rank {config.rank}; this server trains ranks up to {max(self.slots)}")
+        targets = lora_tree.spelled_out(config, self.specs).targets
+        if strange := [t for t in targets if t not in self.targets]:
+            raise UserError(f"policy {name!r} adapts {strange[0]!r}; this server trains {', '.join(self.targets)}")
+        lora_tree.check_fits(held.adapter(), config, self.specs, f"policy {name!r}")
+        self._clock += 1
+        return _Policy(config, bucket, held, pending="grad" in held.parts, used=self._clock)
+
+    def leave(self, name: str) -> None:
+        """Takes a policy out; its state is gone.
+
+        Raises:
+            UserError: an unknown policy.
+        """
+        policy = self._known(name)
+        if policy.slot is not None:
+            self._free[policy.bucket].append(policy.slot)
+        if isinstance(policy.held, Spilled):
+            policy.held.path.unlink(missing_ok=True)
+        del self._policies[name]
+
+    def _known(self, name: str) -> _Policy:
+        if name not in self._policies:
+            raise UserError(f"policy {name!r} is not in training; policies are {', '.join(self._policies) or 'none'}")
+        return self._policies[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._policies
+
+    def config(self, name: str) -> AdapterConfig:
+        return self._known(name).config
+
+    def where(self, name: str) -> str:
+        """``slot``, ``host`` or ``disk``."""
+        policy = self._known(name)
+        return "slot" if policy.slot is not None else "host" if isinstance(policy.held, Held) else "disk"
+
+    # -- what is computed
+
+    def choose(self, works: Sequence[Work], bound_s: float | None = None) -> tuple[BlockShape, list[Block]]:
+        """The shape of the next step and the blocks in it: among those that cost at most ``bound_s``, as measured, the one with the
+        most tokens a second; the cheapest that serves the first work where none does.
+
+        Args:
+            works: the first is served for certain; the others where they fit beside it.
+
+        Raises:
+            UserError: nothing is left of the first, or no shape is wide enough for its targets.
+        """
+        first = works[0]
+        if not first.left:
+            raise UserError(f"the request of policy {first.policy!r} is done: nothing is left of it")
+        alike, names = [], set[str]()
+        for work in works:
+            if work.left and self._kind(work) == self._kind(first):
+                names |= {work.policy} if len(names) < self.slots[self._known(first.policy).bucket] else set()
+                alike += [work] if work.policy in names else []
+        least = max(work.width for work in alike)
+        found = []
+        for shape in self.shapes:
+            if (shape.width > 1) == (first.width > 1) and shape.width >= least:
+                made = blocks_lib.cut(alike, shape)
+                if any(block.work is first for block in made):
+                    found.append((self._cost(shape, first.backward), shape, made))
+        if not found:
+            widest = max(shape.width for shape in self.shapes)
+            raise UserError(f"a datum has {least} targets a position; this server's steps have {widest} at most: keep the likeliest")
+        cheap = [one for one in found if bound_s is not None and one[0] <= bound_s]
+        if bound_s is not None and not cheap:
+            cheap = [min(found, key=lambda one: one[0])]
+        _, shape, made = max(cheap or found, key=lambda one: blocks_lib.used(one[2]) / one[0])
+        return shape, made
+
+    def _kind(self, work: Work) -> tuple[Any, ...]:
+        """What must be the same in works of one step."""
+        return self._known(work.policy).bucket, work.backward, work.width > 1, work.routed
+
+    def _cost(self, shape: BlockShape, backward: bool) -> float:
+        """Seconds; of a shape that has not run yet by those that have, or its tokens where none has."""
+        if (shape, backward) in self.costs:
+            return self.costs[shape, backward]
+        known = [(s.size, seconds) for (s, b), seconds in self.costs.items() if b == backward]
+        return shape.size * (sum(s for _, s in known) / sum(n for n, _ in known) if known else 1.0)
+
+    def step(self, works: Sequence[Work], bound_s: float | None = None) -> Step:
+        """Computes a part of what is left of these requests, the first of them for certain, and hands them their results.
+
+        Gradients add to those of their policies. See ``choose``.
+        """
+        shape, made = self.choose(works, bound_s)
+        batch, places = blocks_lib.fill(made, shape)
+        bucket = self._known(made[0].work.policy).bucket
+        at = self.hold([block.work.policy for block in made])
+        slots = np.full(shape.blocks, self.slots[bucket], np.int32)
+        slots[: len(made)] = [at[block.work.policy].index for block in made]
+        began = time.perf_counter()
+        logp, losses = self._run(bucket, batch, [block.work.coefs for block in made], slots, made[0].work.backward)
+        seconds = time.perf_counter() - began
+        self.costs[shape, made[0].work.backward] = seconds
+        if made[0].work.backward:
+            for block in made:
+                self._policies[block.work.policy].pending = True
+        blocks_lib.collect(places, logp.reshape(*shape[:3], shape.width), losses)
+        self.counts["steps"] += 1
+        self.counts["tokens"] += blocks_lib.used(made)
+        self.counts["padded_tokens"] += shape.size
+        return Step(shape, made, seconds)
+
+    def _run(self, bucket: int, batch: Any, coefs: Sequence[LossCoefs], slots: np.ndarray, backward: bool) -> tuple[np.ndarray, np.ndarray]:
+        padded = [*coefs, *[NO_LOSS] * (len(slots) - len(coefs))]
+        columns = zip(*padded)
+        kinds = ("kind", "kl_kind")
+        column = LossCoefs(*(np.array(c, np.int32 if n in kinds else np.float32) for n, c in zip(LossCoefs._fields, columns)))  # type: ignore[arg-type]
+        with jax.set_mesh(self.base.mesh):
+            if backward:
+                stack = {bucket: self.state.pop(bucket)}  # donated
+                new, logp, metrics = step_lib.forward_backward(
+                    self.base.params, stack, batch, column, {bucket: slots}, cfg=self.base.cfg, remat=self.remat
+                )
+                self.state |= new
+                logp, losses = jax.device_get((logp, metrics["loss"]))
+            else:
+                stacks = {bucket: self.state[bucket].adapters}
+                logp, losses = jax.device_get(
+                    step_lib.score_losses(self.base.params, batch, column, stacks, {bucket: slots}, cfg=self.base.cfg)
+                )
+        return np.asarray(logp), np.asarray(losses)
+
+    def optim(self, updates: Mapping[str, OptimizerConfig]) -> dict[str, dict[str, float]]:
+        """An update of each named policy by its gradients and these numbers; the gradients are used up.
+
+        A policy whose gradient is not finite keeps its state, and ``skipped`` is 1.
+
+        Returns:
+            Of each policy ``grad_norm`` (before clipping), ``learning_rate`` and ``skipped``.
+        """
+        out: dict[str, dict[str, float]] = {}
+        for bucket in self.slots:
+            mine = [name for name in updates if self._known(name).bucket == bucket]
+            for i in range(0, len(mine), self.slots[bucket]):
+                out |= self._optim(bucket, mine[i : i + self.slots[bucket]], updates)
+        return {name: out[name] for name in updates}
+
+    def _optim(self, bucket: int, names: list[str], updates: Mapping[str, OptimizerConfig]) -> dict[str, dict[str, float]]:
+        S, at = self.slots[bucket], self.hold(names)
+        slots = np.full(S, S, np.int32)
+        slots[: len(names)] = [at[name].index for name in names]
+        rows = [Hyper.of(updates[name]) for name in names] + [Hyper.of(OptimizerConfig())] * (S - len(names))
+        hyper = jax.tree.map(lambda *values: np.stack(values), *rows)
+        with jax.set_mesh(self.base.mesh):
+            self.state[bucket], metrics = step_lib.optim_step_with(self.state.pop(bucket), slots, np.int32(len(names)), hyper)
+        host = jax.device_get(metrics)
+        for name in names:
+            self._policies[name].pending = False
+        self.state = dict(sorted(self.state.items()))
+        return {name: {key: float(values[i]) for key, values in host.items()} for i, name in enumerate(names)}
+
+    def forget_gradients(self, name: str) -> None:
+        """Drops a policy's pending gradients: those of a request that failed must not stay."""
+        if self._known(name).pending:
+            self.replace(name, self.held(name).without_gradients())
+
+    # -- where their state is
+
+    def hold(self, names: Sequence[str]) -> dict[str, Slot]:
+        """Brings policies into slots, and says which.
+
+        Raises:
+            UserError: more policies of a rank than slots.
+        """
+        wanted = dict.fromkeys(names)
+        for bucket, count in self.slots.items():
+            if (many := sum(self._known(n).bucket == bucket for n in wanted)) > count:
+                raise UserError(f"{many} policies of rank {bucket} are asked for at once; there are {count} slots: ask for fewer")
+        self._clock += 1
+        for name in wanted:
+            self._known(name).used = self._clock
+        for name in wanted:
+            if self._policies[name].slot is None:
+                self._bring(self._policies[name])
+        self._spill()
+        return {name: Slot(self._policies[name].bucket, self._policies[name].slot) for name in wanted}  # type: ignore[arg-type]
+
+    def _bring(self, policy: _Policy) -> None:
+        free = self._free[policy.bucket]
+        if not free:
+            here = [p for p in self._policies.values() if p.bucket == policy.bucket and p.slot is not None]
+            idle = min(here, key=lambda p: p.used)
+            idle.held = self._taken(idle)
+            free.append(idle.slot)  # type: ignore[arg-type]
+            idle.slot = None
+        spilled = policy.held if isinstance(policy.held, Spilled) else None
+        if spilled is not None:
+            policy.held = spilled.read()
+            self.counts["spills_read"] += 1
+        assert isinstance(policy.held, Held)
+        slot = free.pop()
+        with jax.set_mesh(self.base.mesh):
+            one = self._padded(policy)
+            self.state[policy.bucket] = _write(self.state.pop(policy.bucket), np.int32(slot), one, cfg=self.base.cfg)
+        self.state = dict(sorted(self.state.items()))
+        policy.slot, policy.held = slot, None
+        if spilled is not None:
+            spilled.path.unlink(missing_ok=True)
+        self.counts["slots_written"] += 1
+
+    def _padded(self, policy: _Policy) -> OneSlot:
+        """A state as its slot holds it: zeros for what it does not have."""
+        held, shapes = policy.held, jax.eval_shape(_in_bucket, self.state[policy.bucket], np.int32(0))
+        assert isinstance(held, Held)
+        parts = {}
+        for name in PARTS:
+            mine = held.parts.get(name, {})
+
+            def put(path: str, like: Any, mine: Mapping[str, np.ndarray] = mine) -> np.ndarray:
+                out = np.zeros(like.shape, like.dtype)
+                if path in mine:
+                    out[..., : held.config.rank, :] = mine[path]
+                return out
+
+            parts[name] = params_lib.map_with_path(put, getattr(shapes, name))
+        factors, mu, nu, grad = (parts[name] for name in PARTS)
+        counts = (np.int32(n) for n in (held.count, held.steps, held.skipped))
+        return OneSlot(factors, mu, nu, grad, np.float32(held.config.scale), *counts)
+
+    def _taken(self, policy: _Policy) -> Held:
+        """The state of a policy in a slot, read to the host."""
+        assert policy.slot is not None
+        with jax.set_mesh(self.base.mesh):
+            one = _read(self.state[policy.bucket], np.int32(policy.slot))
+        self.counts["slots_read"] += 1
+        config, paths = policy.config, {path for path, _ in params_lib.leaves_with_path(lora_tree.adapter_specs(self.specs, policy.config))}
+        count, steps, skipped = (int(x) for x in jax.device_get((one.count, one.steps, one.skipped)))
+        parts = {}
+        for name in PARTS:
+            if name == "factors" or (name == "grad" and policy.pending) or (name in ("mu", "nu") and count):
+                mine = {path: leaf for path, leaf in params_lib.leaves_with_path(getattr(one, name)) if path in paths}
+                parts[name] = {path: np.array(leaf)[..., : config.rank, :].copy() for path, leaf in jax.device_get(mine).items()}
+        return Held(config, parts, count, steps, skipped)
+
+    def held(self, name: str) -> Held:
+        """A copy of a policy's state, wherever it is."""
+        policy = self._known(name)
+        if policy.slot is not None:
+            return self._taken(policy)
+        return policy.held.read() if isinstance(policy.held, Spilled) else policy.held  # type: ignore[return-value]
+
+    def _spill(self) -> None:
+        """Writes states to files until those in memory are within their bytes."""
+        if self.folder is None:
+            return
+        here = sorted((p for p in self._policies.values() if isinstance(p.held, Held)), key=lambda p: -p.used)
+        total = 0
+        for policy in here:
+            assert isinstance(policy.held, Held)
+            total += policy.held.nbytes
+            if total > self.host_bytes:
+                policy.held = Spilled.write(policy.held, self.folder / f"{uuid.uuid4().hex}.safetensors")
+                self.counts["spills_written"] += 1
+
+    def warm(self, progress: Callable[[str, int, int], None] | None = None) -> None:
+        """Compiles every program there is, and measures each shape's cost, so that no request waits for either.
+
+        Args:
+            progress: called with (what, done, in all) before each.
+        """
+        todo = [(bucket, shape, backward) for bucket in self.slots for shape in self.shapes for backward in (True, False)]
+        for i, (bucket, shape, backward) in enumerate(todo):
+            if progress is not None:
+                what = "forward and backward" if backward else "forward"
+                progress(f"{what}, rank {bucket}, {shape.blocks} x {shape.rows} rows of {shape.tokens}", i, len(todo))
+            batch, _ = blocks_lib.fill([], shape)
+            nobody = np.full(shape.blocks, self.slots[bucket], np.int32)
+            for _ in range(2):
+                began = time.perf_counter()
+                self._run(bucket, batch, [], nobody, backward)
+                self.costs[shape, backward] = time.perf_counter() - began
+        for bucket, count in self.slots.items():
+            nobody = jax.tree.map(lambda x, n=count: np.zeros((n, *x.shape), x.dtype), Hyper.of(OptimizerConfig()))
+            with jax.set_mesh(self.base.mesh):
+                stack, _ = step_lib.optim_step_with(self.state.pop(bucket), np.full(count, count, np.int32), np.int32(0), nobody)
+                one = _read(stack, np.int32(0))
+                self.state[bucket] = _write(stack, np.int32(0), jax.device_get(one), cfg=self.base.cfg)
+        self.state = dict(sorted(self.state.items()))
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "slots", "targets"))
+def _empty(cfg: ModelConfig, slots: tuple[tuple[int, int], ...], targets: tuple[str, ...]) -> State:
+    specs = transformer.abstract(cfg)
+    configs = [AdapterConfig(bucket, targets=targets) for bucket, _ in slots]
+    return lora_tree.constrain(state_lib.empty(specs, configs, dict(slots)), specs)

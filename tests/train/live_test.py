@@ -1,0 +1,360 @@
+"""Live training against torch: tenants that come, go and are moved about, each as if it were alone, and nothing compiled for them."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+import torch
+
+from mint_jax import params as params_lib
+from mint_jax.compiling import compilations
+from mint_jax.errors import UserError
+from mint_jax.lora import tree
+from mint_jax.lora.tree import AdapterConfig
+from mint_jax.models import transformer
+from mint_jax.train import held as held_lib
+from mint_jax.train.blocks import BlockShape, Datum, Work
+from mint_jax.train.held import Held, Spilled
+from mint_jax.train.live import Live
+from mint_jax.train.losses import KINDS, LossCoefs
+from mint_jax.train.state import OptimizerConfig
+from tests import oracles
+from tests.train.step_test import MODULES
+
+torch.set_num_threads(1)  # tiny matrices: more threads only wait for each other
+
+SHAPES = (BlockShape(1, 1, 12), BlockShape(3, 2, 12), BlockShape(1, 1, 24), BlockShape(2, 1, 12, 4))
+CONFIGS = {
+    "a": AdapterConfig(3, 6.0, tree.LINEAR_TARGETS),
+    "b": AdapterConfig(8, 8.0, ("q", "down", "unembed"), rslora=True),
+    "c": AdapterConfig(1, 2.0, ("v",)),
+    "d": AdapterConfig(2, 4.0, ("unembed",)),
+}
+LOSSES = {  # as a client of Tinker states them: absolute bounds, and beta of DRO
+    "cross_entropy": (0.0, np.inf, 0.0),
+    "importance_sampling": (0.0, np.inf, 0.0),
+    "ppo": (0.8, 1.2, 0.0),
+    "cispo": (0.5, 4.0, 0.0),
+    "gspo": (0.9, 1.3, 0.0),
+    "dro": (0.0, np.inf, 0.3),
+}
+EPS = 1e-5  # of AdamW: well above float32 noise in gradients, so that an entry near zero does not turn noise into a whole step
+
+
+def coefs(kind):
+    low, high, beta = LOSSES[kind]
+    return LossCoefs(KINDS.index(kind), low, high, 0, 0.0, 0.0, np.inf, beta)
+
+
+class Tenant:
+    """One policy in torch float64, alone: LoRA by hand into the weights, losses by hand, torch's AdamW."""
+
+    def __init__(self, model, held):
+        self.model, self.config = model, held.config
+        self.factors = {path: torch.tensor(np.float64(leaf), requires_grad=True) for path, leaf in held.parts["factors"].items()}
+        self.adamw = torch.optim.AdamW(self.factors.values(), 1.0)
+
+    def logprobs(self, datum):
+        weights, changed = dict(self.model.named_parameters()), {}
+        for path in sorted({p.rsplit("/", 1)[0] for p in self.factors}):
+            for a_RD, b_RF, layer in zip(self.factors[f"{path}/a"], self.factors[f"{path}/b"], range(99)):
+                name = f"{MODULES[path].format(layer)}.weight"
+                changed[name] = weights[name] + self.config.scale * b_RF.T @ a_RD
+        logits = torch.func.functional_call(self.model, changed, (torch.tensor(datum.tokens[None]),)).logits[0]
+        targets = torch.tensor(datum.targets.reshape(len(datum.tokens), -1), dtype=torch.long)
+        return torch.log_softmax(logits, -1).gather(-1, targets).reshape(datum.targets.shape)
+
+    def forward_backward(self, data, kind):
+        """Adds gradients; returns the loss and the log-probabilities."""
+        low, high, beta = LOSSES[kind]
+        total, told = torch.zeros((), dtype=torch.float64), []
+        for datum in data:
+            lp = self.logprobs(datum)
+            told.append(lp.detach().numpy())
+            w, A, q = (None if x is None else torch.tensor(np.float64(x)) for x in (datum.weights, datum.advantages, datum.old_logp))
+            if kind == "cross_entropy":
+                total = total - (w * lp).sum()
+                continue
+            live = w != 0
+            lp, A, q = lp[live], A[live], q[live]
+            r = torch.exp(lp - q)
+            s = torch.exp((lp - q).mean().detach() + lp - lp.detach())
+            total = (
+                total
+                + {
+                    "importance_sampling": lambda: -r * A,  # noqa: B023
+                    "ppo": lambda: -torch.minimum(r * A, r.clamp(low, high) * A),  # noqa: B023
+                    "cispo": lambda: -r.clamp(low, high).detach() * lp * A,  # noqa: B023
+                    "gspo": lambda: -torch.minimum(s * A, s.clamp(low, high) * A),  # noqa: B023
+                    "dro": lambda: -(lp * A - beta / 2 * (lp - q) ** 2),  # noqa: B023
+                }[kind]().sum()
+            )
+        total.backward()
+        return float(total.detach()), told
+
+    def optim(self, c):
+        for group in self.adamw.param_groups:
+            group |= {"lr": c.learning_rate, "betas": (c.b1, c.b2), "eps": c.eps, "weight_decay": c.weight_decay}
+        norm = torch.nn.utils.clip_grad_norm_(self.factors.values(), c.max_grad_norm or float("inf"))
+        self.adamw.step()
+        self.adamw.zero_grad()
+        return float(norm)
+
+
+def random_data(rng, kind, longest=12):
+    data = []
+    for n in rng.integers(2, longest + 1, rng.integers(1, 6)).tolist():
+        tokens = rng.integers(3, 97, n).astype(np.int32)
+        if kind == "soft":
+            k = int(rng.integers(2, 5))
+            data.append(Datum(tokens, rng.integers(3, 97, (n, k)).astype(np.int32), rng.normal(size=(n, k)).astype(np.float32)))
+            continue
+        targets, weights = rng.integers(3, 97, n).astype(np.int32), rng.normal(size=n).astype(np.float32)
+        weights[rng.random(n) < 0.3] = 0.0
+        weights[0] = 1.0  # of a sequence's mean ratio there is something to take it of
+        fields = {}
+        if kind != "cross_entropy":
+            weights = np.float32(weights != 0)
+            fields = {"advantages": rng.normal(size=n).astype(np.float32), "old_logp": (-rng.exponential(1, n) - 4).astype(np.float32)}
+        data.append(Datum(tokens, targets, weights, **fields))
+    return data
+
+
+def away_from_edges(tenant, data, kind):
+    """Whether every ratio is well inside or outside its bounds: float32 could fall on the other side of one that is not."""
+    low, high, _ = LOSSES[kind]
+    for datum in data:
+        gap = tenant.logprobs(datum).detach().numpy() - datum.old_logp
+        gap = gap[datum.weights != 0]
+        ratios = np.exp(np.append(gap, gap.mean()))
+        if any(np.abs(ratios - edge).min() < 1e-3 for edge in (low, high)):
+            return False
+    return True
+
+
+def random_optimizer(rng):
+    rates = rng.uniform(1e-3, 1e-2), rng.uniform(0.5, 0.95), rng.uniform(0.8, 0.999)
+    return OptimizerConfig(*map(float, rates), EPS, float(rng.uniform(0, 0.1)), float(rng.choice([0.0, 0.5, 1e9])))
+
+
+def random_state(rng, base, config):
+    specs = tree.adapter_specs(transformer.abstract(base.cfg), config)
+    factors = {p: rng.normal(0, 0.5 * s.shape[-1] ** -0.5, s.shape).astype(np.float32) for p, s in params_lib.leaves_with_path(specs)}
+    return Held(config, {"factors": factors})
+
+
+def run(live, works, bound_s=None):
+    """Steps until nothing is left, the order turning as a loop's would."""
+    steps = []
+    while waiting := [w for w in works if w.left]:
+        steps.append(live.step(waiting, bound_s))
+        works = works[1:] + works[:1]
+    return steps
+
+
+@pytest.fixture
+def live_of(tiny_base, tmp_path):
+    def make(**settings):
+        return Live(tiny_base(), **{"slots": {8: 2}, "shapes": SHAPES, "host_bytes": 20_000, "folder": tmp_path / "spilled"} | settings)
+
+    return make
+
+
+def test_tenants_that_are_moved_about_train_as_if_alone(rng, live_of, hf_dirs):
+    """Four tenants over two slots; those not at work lie in memory or in files. Each round they send requests of several losses, which
+    are computed together in any order, and then update by numbers of their own."""
+    live, model = live_of(), oracles.torch_model(hf_dirs("llama"), torch.float64)
+    states = {name: random_state(rng, live.base, config) for name, config in CONFIGS.items()}
+    alone = {name: Tenant(model, state) for name, state in states.items()}
+    for name, state in states.items():
+        live.join(name, state)
+    kinds = [*LOSSES, "soft"]
+    seen = set()
+    for turn in range(4):
+        works, expected = [], []
+        for i, name in enumerate(CONFIGS):
+            kind = kinds[(i + 2 * turn) % len(kinds)]
+            data = random_data(rng, kind, 24 if turn == 1 else 12)
+            while kind in ("ppo", "cispo", "gspo") and not away_from_edges(alone[name], data, kind):
+                data = random_data(rng, kind)
+            kind = "cross_entropy" if kind == "soft" else kind
+            works.append(Work(name, data, coefs(kind)))
+            expected.append(alone[name].forward_backward(data, kind))
+            seen |= {live.where(each) for each in CONFIGS}
+        run(live, works)
+        for work, (loss, logprobs) in zip(works, expected):
+            # float32 through two layers, at log-probabilities of about 5; a loss sums up to 120 of them
+            for got, want in zip(work.logprobs, logprobs):
+                np.testing.assert_allclose(got, want, atol=3e-5)
+            assert work.loss == pytest.approx(loss, rel=1e-4, abs=2e-3)
+        updates = {name: random_optimizer(rng) for name in CONFIGS}
+        told = live.optim(updates)
+        for name, numbers in updates.items():
+            assert told[name]["grad_norm"] == pytest.approx(alone[name].optim(numbers), rel=1e-4)
+            assert told[name]["skipped"] == 0
+    assert seen == {"slot", "host", "disk"}, "else the test says nothing of where a state lies"
+    assert live.counts["spills_read"] > 0
+    for name, tenant in alone.items():
+        held = live.held(name)
+        assert (held.steps, held.count, held.skipped) == (4, 4, 0)
+        for path, factor in tenant.factors.items():
+            moved = np.abs(factor.detach().numpy() - states[name].parts["factors"][path]).max()
+            assert moved > 1e-3
+            np.testing.assert_allclose(held.parts["factors"][path], factor.detach(), atol=2e-2 * moved)
+
+
+def test_forward_alone_changes_nothing_and_tells_the_same(rng, live_of):
+    live = live_of()
+    live.join("a", random_state(rng, live.base, CONFIGS["a"]))
+    data = random_data(rng, "ppo")
+    works = [Work("a", data, coefs("ppo"), backward) for backward in (False, True)]
+    run(live, works[:1])
+    assert set(live.held("a").parts) == {"factors"}, "nothing pends"
+    run(live, works[1:])
+    assert set(live.held("a").parts) == {"factors", "grad"}
+    for one, two in zip(works[0].logprobs, works[1].logprobs):
+        np.testing.assert_allclose(one, two, atol=1e-5)  # another program
+    assert works[0].loss == pytest.approx(works[1].loss, rel=1e-5)
+    live.forget_gradients("a")
+    assert set(live.held("a").parts) == {"factors"}
+
+
+def test_what_is_warm_compiles_nothing_for_any_tenant(rng, live_of):
+    live = live_of(slots={4: 2, 8: 2})
+    live.warm()
+    with compilations() as compiled:
+        for turn in range(3):
+            for rank in rng.choice(np.arange(1, 9), 5, replace=False).tolist():
+                targets = tuple(rng.choice(["q", "v", "up", "unembed"], rng.integers(1, 4), replace=False).tolist())
+                live.join(
+                    f"{turn} {rank}", held_lib.fresh(live.specs, AdapterConfig(rank, 2.0 * rank, targets), int(rng.integers(1 << 40)))
+                )
+            names = [f"{turn} {rank}" for rank in range(1, 9) if f"{turn} {rank}" in live]
+            kinds = [*LOSSES, "soft"]
+            works = [
+                Work(n, random_data(rng, k), coefs(k if k in LOSSES else "cross_entropy")) for n in names for k in rng.choice(kinds, 2)
+            ]
+            run(live, works, bound_s=float(rng.choice([1e-9, 1e9])))
+            run(live, [Work(n, random_data(rng, "ppo"), coefs("ppo"), backward=False) for n in names])
+            live.optim({n: random_optimizer(rng) for n in names if rng.random() < 0.8})
+            live.leave(names[0])
+            live.replace(names[1], live.held(names[1]).fresh())
+    assert compiled == []
+
+
+@pytest.mark.parametrize("how", ["rate", "weights"])
+def test_a_tenant_that_diverges_leaves_the_others_bits(how, rng, live_of):
+    """By a learning rate that makes its adapter infinite, or weights that make its gradient so; beside it in every step."""
+    data = {name: [random_data(rng, "cross_entropy") for _ in range(2)] for name in "ab"}
+    states = {name: random_state(np.random.default_rng(5), live_of().base, CONFIGS[name]) for name in "ab"}
+
+    def trained(wild):
+        live = live_of(shapes=SHAPES[1:2])
+        for name, state in states.items():
+            live.join(name, state)
+        told = []
+        for turn in range(2):
+            mine = data["a"][turn]
+            if wild and how == "weights":
+                mine = [dataclasses.replace(d, weights=np.sign(d.weights) * np.float32(3e38)) for d in mine]
+            works = [Work("a", mine, coefs("cross_entropy")), Work("b", data["b"][turn], coefs("cross_entropy"))]
+            run(live, works)
+            rate = 3e38 if wild and how == "rate" else 1e-3
+            live.optim({"a": OptimizerConfig(rate, max_grad_norm=0.0), "b": OptimizerConfig(1e-3)})
+            told.append(works[1].logprobs)
+        return live, told
+
+    (calm, told), (wild, again) = trained(False), trained(True)
+    jax.tree.map(np.testing.assert_array_equal, told, again)
+    jax.tree.map(np.testing.assert_array_equal, calm.held("b").parts, wild.held("b").parts)
+    a = wild.held("a")
+    assert a.skipped > 0 or not all(np.isfinite(x).all() for x in a.parts["factors"].values()), "else nothing diverged"
+
+
+def test_a_bound_takes_the_largest_step_below_it(rng, live_of):
+    live = live_of()
+    live.join("a", random_state(rng, live.base, CONFIGS["a"]))
+    data = [Datum(np.full(12, 5, np.int32), np.full(12, 5, np.int32), np.ones(12, np.float32))] * 8
+    work = Work("a", data, coefs("cross_entropy"))
+    live.costs = {(shape, True): cost for shape, cost in zip(SHAPES, (12e-3, 60e-3, 23e-3))}
+    assert live.choose([work], None)[0] == SHAPES[1], "the most tokens a second"
+    assert live.choose([work], 30e-3)[0] == SHAPES[2]
+    assert live.choose([work], 15e-3)[0] == SHAPES[0]
+    assert live.choose([work], 1e-9)[0] == SHAPES[0], "the cheapest, where none is cheap enough"
+    long = Work("a", [Datum(np.full(20, 5, np.int32), np.full(20, 5, np.int32), np.ones(20, np.float32))], coefs("cross_entropy"))
+    assert live.choose([long], 1e-9)[0] == SHAPES[2]
+
+
+@pytest.mark.parametrize("updates", [0, 2])
+def test_a_state_survives_the_host_and_a_file_bit_by_bit(updates, rng, live_of, tmp_path):
+    live = live_of()
+    live.join("b", random_state(rng, live.base, CONFIGS["b"]))
+    for _ in range(updates):
+        run(live, [Work("b", random_data(rng, "cross_entropy"), coefs("cross_entropy"))])
+        live.optim({"b": random_optimizer(rng)})
+    run(live, [Work("b", random_data(rng, "cross_entropy"), coefs("cross_entropy"))])
+    held = live.held("b")
+    assert set(held.parts) == {"factors", "grad"} | ({"mu", "nu"} if updates else set())
+    again = Held.from_bytes(held.to_bytes(), "it")
+    live.replace("b", again)
+    live.hold(["b"])
+    for other in (again, live.held("b")):
+        assert (other.config, other.count, other.steps, other.skipped) == (held.config, updates, updates, 0)
+        jax.tree.map(np.testing.assert_array_equal, dict(other.parts), dict(held.parts))
+    spilled = Spilled.write(held, tmp_path / "one")
+    data = bytearray(spilled.path.read_bytes())
+    data[int(rng.integers(len(data)))] ^= 1 << int(rng.integers(8))
+    spilled.path.write_bytes(data)
+    with pytest.raises(UserError, match="is damaged: its digest is not"):
+        spilled.read()
+    with pytest.raises(UserError, match="it is no training state of mint_jax"):
+        Held.from_bytes(b"12345678{}", "it")
+
+
+def test_a_fresh_state_is_as_peft_begins_and_follows_its_seed(live_of):
+    live = live_of()
+    config = AdapterConfig(4, 8.0, ("q", "embed", "unembed"))
+    one, same, other = (held_lib.fresh(live.specs, config, seed).parts["factors"] for seed in (7, 7, 8))
+    jax.tree.map(np.testing.assert_array_equal, one, same)
+    q = one["dense/attn/q/a"]
+    bound = q.shape[-1] ** -0.5
+    assert np.abs(q).max() <= bound
+    assert np.abs(q).max() > 0.9 * bound
+    assert abs(q.mean()) < 5 * bound / (3 * q.size) ** 0.5  # five standard deviations of a mean
+    assert not np.array_equal(q, other["dense/attn/q/a"])
+    assert not one["dense/attn/q/b"].any()
+    assert not one["embed/a"].any()
+    assert one["embed/b"].std() == pytest.approx(1, abs=0.2)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda live, state: live.join("a", state), "policy 'a' is in training already"),
+        (lambda live, state: live.leave("x"), "policy 'x' is not in training; policies are a"),
+        (lambda live, state: live.join("x", held_lib.fresh(live.specs, AdapterConfig(9), 0)), "rank 9; this server trains ranks up to 8"),
+        (lambda live, state: live.join("x", held_lib.fresh(live.specs, AdapterConfig(2, targets=("embed",)), 0)), "adapts 'embed'; this"),
+        (lambda live, state: live.hold("abc"), "policy 'b' is not in training"),
+        (lambda live, state: Live(live.base, {3: 1}), r"slots is \{3: 1\}; expected numbers of slots by rank"),
+        (lambda live, state: Live(live.base, {4: 1}, shapes=SHAPES[3:]), "one of them for plain targets"),
+        (lambda live, state: Live(live.base, {4: 1}, remat="some"), "remat is 'some'; choose one of"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(call, message, rng, live_of):
+    live = live_of()
+    state = random_state(rng, live.base, CONFIGS["a"])
+    live.join("a", state)
+    with pytest.raises(UserError, match=message):
+        call(live, state)
+
+
+def test_too_many_policies_or_targets_at_once_are_refused(rng, live_of):
+    live = live_of()
+    for name in "abc":
+        live.join(name, random_state(rng, live.base, CONFIGS[name]))
+    with pytest.raises(UserError, match="3 policies of rank 8 are asked for at once; there are 2 slots"):
+        live.hold("abc")
+    wide = Datum(np.full(3, 5, np.int32), np.full((3, 9), 5, np.int32), np.ones((3, 9), np.float32))
+    with pytest.raises(UserError, match="a datum has 9 targets a position; this server's steps have 4 at most"):
+        live.step([Work("a", [wide], coefs("cross_entropy"))])
