@@ -47,23 +47,29 @@ class Datum:
         return self.targets.shape[1] if self.targets.ndim == 2 else 1
 
 
-def check(data: Sequence[Datum], cfg: ModelConfig, longest: int) -> None:
+def check(data: Sequence[Datum], cfg: ModelConfig, shapes: "Sequence[BlockShape]") -> None:
     """Refuses data that cannot be trained on, before anything is computed.
 
     Args:
-        longest: tokens of the longest row there is.
+        shapes: of the steps there are.
 
     Raises:
         UserError: naming the datum, counted from 0.
     """
     if not data:
         raise UserError("the request has no data: give at least one sequence")
+    width = max(datum.width for datum in data)
+    fitting = [shape.tokens for shape in shapes if (shape.width > 1) == (width > 1) and shape.width >= width]
+    if not fitting:
+        widest = max(shape.width for shape in shapes)
+        raise UserError(f"a datum has {width} targets a position; this server's steps have {widest} at most: keep the likeliest")
+    longest = min(max(fitting), cfg.context)
     for i, datum in enumerate(data):
         what, n = f"datum {i}", datum.tokens.size
         if not n or datum.tokens.ndim != 1:
             raise UserError(f"{what} has tokens of shape {datum.tokens.shape}; expected [N], at least one")
-        if n > min(longest, cfg.context):
-            raise UserError(f"{what} has {n} tokens; this server trains on {min(longest, cfg.context)} at most: shorten it")
+        if n > longest:
+            raise UserError(f"{what} has {n} tokens; this server trains on {longest} at most: shorten it")
         if datum.targets.ndim not in (1, 2) or datum.targets.shape[0] != n or not datum.targets.size:
             raise UserError(f"{what} has {n} tokens and targets of shape {datum.targets.shape}; expected [{n}] or [{n}, K]")
         if datum.weights.shape != datum.targets.shape:

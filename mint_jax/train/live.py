@@ -230,7 +230,7 @@ class Live:
             works: the first is served for certain; the others where they fit beside it.
 
         Raises:
-            UserError: nothing is left of the first, or no shape is wide enough for its targets.
+            UserError: nothing is left of the first, or it was not checked: no shape is long and wide enough.
         """
         first = works[0]
         if not first.left:
@@ -240,16 +240,14 @@ class Live:
             if work.left and self._kind(work) == self._kind(first):
                 names |= {work.policy} if len(names) < self.slots[self._known(first.policy).bucket] else set()
                 alike += [work] if work.policy in names else []
-        least = max(work.width for work in alike)
         found = []
         for shape in self.shapes:
-            if (shape.width > 1) == (first.width > 1) and shape.width >= least:
-                made = blocks_lib.cut(alike, shape)
+            if (shape.width > 1) == (first.width > 1):
+                made = blocks_lib.cut([work for work in alike if work.width <= shape.width], shape)
                 if any(block.work is first for block in made):
                     found.append((self._cost(shape, first.backward), shape, made))
         if not found:
-            widest = max(shape.width for shape in self.shapes)
-            raise UserError(f"a datum has {least} targets a position; this server's steps have {widest} at most: keep the likeliest")
+            raise UserError(f"no step takes what is left of the request of policy {first.policy!r}: see blocks.check")
         cheap = [one for one in found if bound_s is not None and one[0] <= bound_s]
         if bound_s is not None and not cheap:
             cheap = [min(found, key=lambda one: one[0])]

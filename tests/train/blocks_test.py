@@ -6,7 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mint_jax.errors import UserError
-from mint_jax.train import blocks
 from mint_jax.train.blocks import BlockShape, Datum, Work, check, collect, cut, fill, used
 from mint_jax.train.live import NO_LOSS
 
@@ -125,9 +124,20 @@ def wrong(rng, **fields):
 )
 def test_data_that_cannot_be_trained_on_are_refused(fields, message, rng, tiny_base):
     cfg = tiny_base().cfg
-    check([datum(rng, 4), datum(rng, 20, 3)], cfg, 20)
+    shapes = [BlockShape(1, 1, 20), BlockShape(2, 1, 8), BlockShape(1, 1, 6, 3)]
+    check([datum(rng, 4), datum(rng, 20)], cfg, shapes)
+    check([datum(rng, 4), datum(rng, 6, 3)], cfg, shapes)
     with pytest.raises(UserError, match=message):
-        check([datum(rng, 4), wrong(rng, **fields)], cfg, 20)
-    with pytest.raises(UserError, match="the request has no data"):
-        check([], cfg, 20)
-    assert blocks.BlockShape(2, 3, 4).size == 24
+        check([datum(rng, 4), wrong(rng, **fields)], cfg, shapes)
+
+
+def test_data_longer_or_wider_than_every_step_are_refused(rng, tiny_base):
+    cfg, shapes = tiny_base().cfg, [BlockShape(1, 1, 20), BlockShape(1, 1, 6, 3)]
+    for data, message in (
+        ([], "the request has no data"),
+        ([datum(rng, 7, 3)], "datum 0 has 7 tokens; this server trains on 6 at most"),
+        ([datum(rng, 3, 2), datum(rng, 7)], "datum 1 has 7 tokens; this server trains on 6 at most"),
+        ([datum(rng, 4, 4)], "a datum has 4 targets a position; this server's steps have 3 at most: keep the likeliest"),
+    ):
+        with pytest.raises(UserError, match=message):
+            check(data, cfg, shapes)

@@ -1,0 +1,68 @@
+"""Whose turn it is: virtual counters of what each tenant was served (Sheng et al. 2024, arXiv 2401.00588, algorithm 2).
+
+Who was served least, by weight, comes next. A tenant that comes back after a pause is lifted to the least of those who are busy, so that
+a pause saves nothing up. With n tenants that always have work, what any two were served differs by two slices at most (theorem 4.4), and
+each gets at least 1/n. Service is counted in seconds of the device, which prefill, decode and training have in common.
+"""
+
+import collections
+import math
+import threading
+from collections.abc import Iterable, Mapping
+
+from mint_jax.errors import UserError
+
+
+class Counters:
+    """Of each tenant the seconds served, over its weight; from any thread.
+
+    Args:
+        weights: of tenants; 1 for one that is not named. Twice the weight is twice the share.
+
+    Attributes:
+        seconds: served in all, by tenant, whatever the weight.
+
+    Raises:
+        UserError: a weight that is not above 0.
+    """
+
+    def __init__(self, weights: Mapping[str, float] | None = None):
+        self._weights = dict(weights or {})
+        for tenant, weight in self._weights.items():
+            if not (weight > 0 and math.isfinite(weight)):
+                raise UserError(f"the weight of tenant {tenant!r} is {weight}; expected a number above 0")
+        self._lock = threading.Lock()
+        self._counters: collections.defaultdict[str, float] = collections.defaultdict(float)
+        self._busy: collections.Counter[str] = collections.Counter()  # requests not ended
+        self._last = 0.0  # the counter of the tenant that became idle last
+        self.seconds: collections.defaultdict[str, float] = collections.defaultdict(float)
+
+    def begin(self, tenant: str) -> None:
+        """One more request of a tenant is there."""
+        with self._lock:
+            if not self._busy[tenant]:
+                others = [self._counters[t] for t, n in self._busy.items() if n]
+                self._counters[tenant] = max(self._counters[tenant], min(others) if others else self._last)
+            self._busy[tenant] += 1
+
+    def end(self, tenant: str) -> None:
+        """One of its requests has ended."""
+        with self._lock:
+            self._busy[tenant] -= 1
+            if not self._busy[tenant]:
+                del self._busy[tenant]
+                self._last = self._counters[tenant]
+
+    def charge(self, seconds: float, shares: Mapping[str, float]) -> None:
+        """What a dispatch took, split over tenants by their shares of it, which sum to anything above 0."""
+        total = sum(shares.values())
+        with self._lock:
+            for tenant, share in shares.items():
+                mine = seconds * share / total
+                self.seconds[tenant] += mine
+                self._counters[tenant] += mine / self._weights.get(tenant, 1.0)
+
+    def order(self, tenants: Iterable[str]) -> list[str]:
+        """These tenants, who was served least first; equals in the order given."""
+        with self._lock:
+            return sorted(dict.fromkeys(tenants), key=lambda tenant: self._counters[tenant])
