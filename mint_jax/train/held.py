@@ -59,7 +59,7 @@ class Held:
         """A safetensors file; ``from_bytes`` reads it."""
         tensors = {f"{name}/{path}": np.ascontiguousarray(array) for name, part in self.parts.items() for path, array in part.items()}
         told = {"config": dataclasses.asdict(self.config)} | {name: getattr(self, name) for name in ("count", "steps", "skipped")}
-        return safetensors.numpy.save(tensors, {"mint_jax.held": json.dumps(told)})
+        return safetensors.numpy.save(tensors, {"training_state": json.dumps(told)})
 
     @classmethod
     def from_bytes(cls, data: bytes, what: str) -> "Held":
@@ -70,7 +70,7 @@ class Held:
         """
         try:
             size = int.from_bytes(data[:8], "little")
-            told = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["mint_jax.held"])
+            told = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["training_state"])
             tensors = safetensors.numpy.load(data)
         except (ValueError, KeyError, TypeError, safetensors.SafetensorError) as reason:
             raise UserError(f"{what} is no training state of mint_jax ({reason}): give a file that it wrote") from None
