@@ -382,6 +382,8 @@ class Engine:
             version: Any = request.revision
         elif request.adapter is None:
             version = None
+        elif request.version is not None:
+            version = request.version
         else:  # a slot whose weights have no name, and may be others for the next call: its prompts are shared within this one
             version = self._calls if self._thread is None else next(self._asked), request.adapter, self._thread is None
         return _Job(stream, Prompt(asked, (request.tenant, version)))
