@@ -198,6 +198,7 @@ class Policy:
     def completions(self, prompts: Sequence[Prompt], **settings: Any) -> list[list[Completion]]:
         """``n`` completions of each prompt, with tokens and log-probabilities."""
         slot, count = self.trainer.slots[self.name], len(prompts)
+        settings = {"version": self.trainer.versions[self.name]} | settings
         return self.model._generate(prompts, [slot] * count, self.trainer.stacks, settings, [None] * count)
 
     def train_step(self, rows: Sequence[Row] | Sequence[Group]) -> dict[str, float]:

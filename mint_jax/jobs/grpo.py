@@ -26,6 +26,7 @@ from mint_jax.errors import UserError
 from mint_jax.jobs import adapters, common, report, settings
 from mint_jax.jobs.catalogs import JobCatalog
 from mint_jax.jobs.common import Config
+from mint_jax.jobs.recorder import Snapshot
 from mint_jax.jobs.settings import Count, Natural, Place
 from mint_jax.jobs.training import TrainingRun
 from mint_jax.lora.tree import Slot, Stacks
@@ -200,13 +201,14 @@ def members_of(config: Config, base: Base) -> list[Member]:
 class Rollout:
     """Samples of one policy's step: examples, prompts and completions in the same order.
 
-    ``revision``: digest of the fixed revision that drew them; None where the policy itself did, as it was before the update.
+    ``revision``: digest of the fixed revision that drew them; None where the policy itself did, whose ``version`` it was.
     """
 
     examples: list[Example]
     prompts: list[list[int]]
     completions: list[list[Completion]]
     revision: str | None = None
+    version: int | None = None
 
 
 class ConcurrentGrpo:
@@ -264,15 +266,14 @@ class ConcurrentGrpo:
     def _sample(
         self, names: Sequence[str], order: dict[str, list[tuple[int, int]]], slots: dict[str, Slot], stacks: Stacks
     ) -> dict[str, Rollout]:
-        out = {name: Rollout([], [], [], self._revisions.get(name)) for name in names}
+        out = {name: Rollout([], [], [], **self._drawn_by(name)) for name in names}
         requests, owners = [], []
         for name in names:
             m = self.members[name]
             for index, seed in order[name]:
                 adapter, prompt = slots[name], tuple(m.train[index])
-                requests.append(
-                    m.sampling.request(prompt=prompt, adapter=adapter, n=m.sampling.group_size, seed=seed, stop_ids=self.stop_ids)
-                )
+                fields = {"adapter": adapter, "n": m.sampling.group_size, "seed": seed, "stop_ids": self.stop_ids} | self._drawn_by(name)
+                requests.append(m.sampling.request(prompt=prompt, **fields))
                 out[name].examples.append(m.env.train[index])
                 out[name].prompts.append(m.train[index])
                 owners.append(name)
@@ -280,6 +281,10 @@ class ConcurrentGrpo:
             out[name].completions.append(completions)
             self.tokens += sum(len(c.tokens) for c in completions)
         return out
+
+    def _drawn_by(self, name: str) -> dict[str, Any]:
+        """What names the weights that draw a policy's rollouts now: a fixed revision's digest, or the policy's version."""
+        return {"revision": self._revisions[name]} if name in self._revisions else {"version": self.trainer.versions[name]}
 
     def _draw(self, name: str, step: int) -> list[tuple[int, int]]:
         """Which prompts a policy samples in a step, and the seed of each."""
@@ -318,10 +323,9 @@ class ConcurrentGrpo:
         n = self.config.eval.samples
         members = {name: self.members[name] for name in names or self.members}
         for name, m in members.items():
+            where = {"adapter": self.trainer.slots[name], "version": self.trainer.versions[name], "stop_ids": self.stop_ids}
             for i, prompt in enumerate(m.held_out):
-                requests.append(
-                    m.sampling.request(prompt=tuple(prompt), adapter=self.trainer.slots[name], n=n, seed=i * n, stop_ids=self.stop_ids)
-                )
+                requests.append(m.sampling.request(prompt=tuple(prompt), n=n, seed=i * n, **where))
                 owners.append((name, i))
         progress = metrics.Progress("evaluating", len(requests))
         results = self.engine.generate(requests, self.trainer.stacks, lambda done, _: progress.update(done, "prompts"))
@@ -402,6 +406,22 @@ def rollout_metrics(sampling: Sampling, rollout: Rollout, rewards_QG: np.ndarray
     }
 
 
+def _drawn_by(run: TrainingRun, name: str, rollout: Rollout) -> Snapshot | str:
+    """The adapter that drew a rollout, or its digest.
+
+    Raises:
+        RuntimeError: the policy is no longer what it was then.
+    """
+    if rollout.revision is not None:
+        return rollout.revision
+    snapshot = run.snapshot(name)
+    if snapshot.version != rollout.version:
+        raise RuntimeError(
+            f"policy {name} is version {snapshot.version}, its rollouts are of version {rollout.version}: none would be named"
+        )
+    return snapshot
+
+
 def _mismatch(steps: Sequence[tuple[float, float | None]]) -> dict[str, float]:
     """Of trainer and sampler, mean over the steps: ``gap`` of a token's log-probability, and where experts are replayed the share that
     the trainer's own routers would not have taken."""
@@ -457,7 +477,7 @@ def _run(config: Config, workdir: Path, job: ConcurrentGrpo, run: TrainingRun, u
                 unit.score(job.reward, job.rollout(unit.names, unit.step))
                 continue
             scored = unit.scored()
-            drawn_by = {name: rollout.revision or run.snapshot(name) for name, (rollout, _) in scored.items()} if run.keeps_rollouts else {}
+            drawn_by = {name: _drawn_by(run, name, rollout) for name, (rollout, _) in scored.items()} if run.keeps_rollouts else {}
             rows = job.update(scored)
             for name, revision in drawn_by.items():
                 run.keep(name, unit.step, revision, functools.partial(as_record, *scored[name]))

@@ -43,14 +43,18 @@ POLL_S = 1.0  # between looks at a session that another machine may hold
 
 
 class Snapshot:
-    """An adapter as it was at one moment: its own arrays on the devices, packed on the host when first asked.
+    """An adapter as it was at one moment: its own arrays on the devices. Its version is known at once; its bytes and their digest are
+    made on the host when first asked for, by the thread that asks: the recorder's.
 
     Args:
         arrays: each whole in this process, their copies to the host under way.
+
+    Attributes:
+        version: the trainer's, at that moment.
     """
 
-    def __init__(self, arrays: Any, schema: Schema):
-        self._arrays, self._schema = arrays, schema
+    def __init__(self, arrays: Any, schema: Schema, version: int):
+        self._arrays, self._schema, self.version = arrays, schema, version
         self._lock = threading.Lock()
         self._packed: tuple[bytes, str] | None = None
 

@@ -272,7 +272,7 @@ class TrainingRun:
     def snapshot(self, name: str) -> Snapshot:
         """A policy's present adapter; one copy for all who ask between two updates. All processes must call it."""
         if name not in self._snapshots:
-            self._snapshots[name] = Snapshot(self.trainer.snapshot(name), self._schema(name))
+            self._snapshots[name] = Snapshot(self.trainer.snapshot(name), self._schema(name), self.trainer.versions[name])
         return self._snapshots[name]
 
     @property

@@ -22,6 +22,7 @@ import numpy as np
 from mint_jax.digest import blake3_alone, blake3_of
 from mint_jax.errors import UserError
 from mint_jax.lora.tree import Slot, Stacks
+from mint_jax.residency import others
 from mint_jax.residency.admission import Admission, modules_of
 from mint_jax.residency.host_cache import HostCache
 from mint_jax.residency.host_tier import Fetch, HostTier, Unpack
@@ -175,6 +176,7 @@ class Residency:
             if budget_bytes is not None and spent and spent + piece > budget_bytes:
                 break
             try:
+                others.write(staged.number)
                 whole = self.slots.write(staged)
             except Exception as error:
                 self._end(load, error)
@@ -300,7 +302,9 @@ class Residency:
             load.cold, load.nbytes, load.modules = cold, nbytes, modules_of(adapter)
             if (slot := self._slot_for(load, schema.config.bucket)) is None:
                 return
-            staged = self.slots.stage(slot, adapter, schema.config)
+            with others.staging(load.digest, slot) as number:
+                staged = self.slots.stage(slot, adapter, schema.config)
+            staged.number = number
         load.seconds = max(0.0, self._clock() - began)
         self.metrics.load_time.labels("storage" if cold else "host").observe(load.seconds)
         with self._lock:
@@ -337,6 +341,8 @@ class Residency:
 
     def _end(self, load: Load, error: BaseException) -> None:
         """Ends a load that failed: nothing of it stays, and everyone who waits hears why."""
+        if load.staged is not None:
+            others.abandon(load.staged.number)
         with self._lock:
             if load.slot is not None:
                 self.table.abandon(load.digest)

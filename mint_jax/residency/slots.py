@@ -21,8 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, SingleDeviceSharding
 
+from mint_jax import multihost, sharding
 from mint_jax import params as params_lib
-from mint_jax import sharding
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import SLOT_AXIS, AdapterConfig, AdapterStack, Slot, Stacks
 from mint_jax.params import ParamSpec
@@ -37,6 +37,7 @@ class Staged:
         program: the compiled write.
         pieces: how many calls of it are needed; ``written`` are done.
         nbytes: bytes of the arrays.
+        number: of the load, see ``residency.others``.
     """
 
     slot: Slot
@@ -47,6 +48,7 @@ class Staged:
     pieces: int
     nbytes: int
     written: int = 0
+    number: int = 0
 
 
 class DeviceSlots:
@@ -104,7 +106,7 @@ class DeviceSlots:
         paths = dict(params_lib.leaves_with_path(adapter))
         numbers = (np.float32(config.scale), np.int32(slot.index))
         where = ({path: self._where[slot.bucket][path] for path in paths}, (self._scalar, self._scalar))
-        arrays, (scale, index) = jax.device_put((paths, numbers), where)  # one call; on a CPU aligned pages are taken as they are
+        arrays, (scale, index) = multihost.place((paths, numbers), where)  # one call; on a CPU aligned pages are taken as they are
         nbytes = params_lib.nbytes(arrays)
         # The only slot of a bucket is written whole: XLA on CPU copies a stack of one slot of 16-bit numbers at each piece (4.8 MB
         # in 25 pieces: 12 ms; in one 0.3; of two slots 25 pieces 3.8).

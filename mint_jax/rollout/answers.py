@@ -1,6 +1,10 @@
-"""From what was drawn and read to what is answered."""
+"""From what was drawn and read to what is answered, and to what other processes hear of it."""
 
+import dataclasses
+from collections.abc import Mapping
 from typing import Any
+
+import numpy as np
 
 from mint_jax.models.paged import PAGE
 from mint_jax.rollout.request import Completion
@@ -50,3 +54,28 @@ def _scores(prompt: Prompt) -> dict[str, Any]:
     if k := request.prompt_alternatives:
         out["prompt_alternatives"] = [[] if place is None else list(zip(place[3][:k], place[4][:k])) for place in places]
     return out
+
+
+NUMBERS = {"tokens": np.int32, "logprobs": np.float64, "drawn_logprobs": np.float64}
+PAIRS = ("top_logprobs", "top_prompt_logprobs", "prompt_alternatives")  # lists of lists of tuples
+ROUTES = ("routes", "prompt_routes")
+
+
+def told(one: Completion, numbers: Mapping[int, int]) -> dict[str, Any]:
+    """A completion as a message.
+
+    Args:
+        numbers: under which every process has the experts, by the ``id`` of their array.
+    """
+    out = {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
+    out |= {name: np.array(out[name], dtype) for name, dtype in NUMBERS.items()}
+    return out | {name: None if out[name] is None else numbers[id(out[name])] for name in ROUTES}
+
+
+def heard(message: Mapping[str, Any], routes: Mapping[int, np.ndarray]) -> Completion:
+    """``told`` of another process as the completion it was."""
+    out: dict[str, Any] = dict(message)
+    out |= {name: out[name].tolist() for name in NUMBERS}
+    out |= {name: [[tuple(pair) for pair in place] for place in out[name]] for name in PAIRS if out[name] is not None}
+    out |= {name: None if out[name] is None else routes[out[name]] for name in ROUTES}
+    return Completion(**out)

@@ -7,6 +7,10 @@
 One turn of the loop: adapters that have arrived are written into slots; waiting samples get rows and pages; blocks of prompts are
 prefilled; all rows decode some steps. ``schedule.py`` decides, ``plans.py`` says it to the device, ``device.py`` does it.
 
+Of several processes over one mesh the first runs the loop, and tells the others each call of the devices before it makes it
+(``calls.py``): one schedule, one clock, and requests that come, are cancelled or wait for adapters when they do. ``generate`` and
+``warm`` are called in all of them and return the same; while process 0 serves, the others ``follow``.
+
 A request and its seed give the same tokens and log-probabilities, bit for bit, at one number of rows, whatever the other rows, their
 order, the pages, hits of the prompts' cache, when its blocks are prefilled, preemption and the steps of a dispatch. Programs of
 different numbers of rows may round differently (on a CPU products of 2 to 32 rows sum alike); an engine with one entry in ``rows``
@@ -25,7 +29,6 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 import jax
-import numpy as np
 
 from mint_jax import multihost
 from mint_jax.errors import UserError
@@ -35,8 +38,9 @@ from mint_jax.models.paged import PAGE
 from mint_jax.rollout import device, plans
 from mint_jax.rollout import request as requests_
 from mint_jax.rollout.answers import completion
-from mint_jax.rollout.cache import Cache
-from mint_jax.rollout.device import STEPS, Drawn
+from mint_jax.rollout.cache import Cache, Kept
+from mint_jax.rollout.calls import Calls, Obeys
+from mint_jax.rollout.device import STEPS
 from mint_jax.rollout.grammar import Grammars
 from mint_jax.rollout.pages import Pages, pages_for, require_fit
 from mint_jax.rollout.request import Completion, Request
@@ -130,9 +134,9 @@ class Engine:
         self.table = longest_table(base.cfg.context)
         self.counts: Counter[str] = Counter()
         self._grammars = Grammars(base)
-        self.cache = Cache(base, self.rows[-1], keep_routes, cache_bytes)
+        self.calls = Calls(base, keep_routes, [*self.rows, self.blocks, self.table])
+        self.cache = Cache(base, self.rows[-1], self.calls, cache_bytes)
         self._schedule = Schedule([Pages(0, PAGE)] * self.parts, 0)
-        self._stacks: Stacks = {}
         self._residency: Residents | None = None
         self._commit_bytes: int | None = None
         self._jobs: list[_Job] = []
@@ -168,20 +172,27 @@ class Engine:
         Args:
             stacks: resident adapters, by bucket rank.
             between_steps: called before each turn of the loop, while the device has nothing under way: the place to write other
-                slots of ``stacks`` than those that requests name.
-            progress: called with (requests done, requests) as they end.
-            finished: called with the completions of requests that ended, by their indices.
+                slots of ``stacks`` than those that requests name. Of several processes, in the first.
+            progress: called with (requests done, requests) as they end; of several processes, in the others once all have.
+            finished: called with the completions of requests that ended, by their indices; as ``progress``.
 
         Raises:
             UserError: see ``check``: for all requests before the first is run. While the engine serves, also what ``submit`` raises;
                 ``stacks`` and ``between_steps`` are then the loop's own.
         """
-        stacks = self._stacks if self._thread is not None else {} if stacks is None else stacks
+        stacks = self.calls.stacks if self._thread is not None else {} if stacks is None else stacks
         for request in requests:
             self.check(request, stacks)
         if self._thread is not None:
             return self._wait_for(requests, progress, finished)
-        with self._driving(stacks):
+        if not multihost.is_main():
+            found = self._follow(stacks)
+            if found and finished is not None:
+                finished(dict(enumerate(found)))
+            if found and progress is not None:
+                progress(len(found), len(found))
+            return found
+        with self._driving(stacks, answered=True):
             self._calls += 1
             jobs = [self._job(request, Stream(request)) for request in requests]
             self._hold(requests)
@@ -202,7 +213,9 @@ class Engine:
                         progress(len(jobs) - len(left), len(jobs))
             finally:
                 self._clear(jobs)
-        return [job.stream.result() for job in jobs]
+            found = [job.stream.result() for job in jobs]
+            self.calls.answer(found)
+        return found
 
     def _wait_for(self, requests: Sequence[Request], progress: Any, finished: Any) -> list[list[Completion]]:
         """``generate`` through the loop that serves."""
@@ -228,16 +241,18 @@ class Engine:
     ) -> Iterator["Engine"]:
         """Runs the loop in a thread of its own, for ``submit``, until the block ends; what has not ended then is cancelled.
 
+        Of several processes the first serves; the others call ``follow`` meanwhile.
+
         Args:
             stacks: adapters that are there; or
             residency: brings those that requests name by ``revision``, while others decode.
             commit_bytes: bytes written into slots between two turns, about; None is all that is there.
 
         Raises:
-            UserError: the base is spread over several processes, whose clocks differ: use ``generate`` in all of them.
+            UserError: this is not process 0.
         """
-        if (count := multihost.count()) > 1:
-            raise UserError(f"serving is for an engine of one process, here are {count}: call generate in all of them")
+        if not multihost.is_main():
+            raise UserError(f"process {multihost.index()} cannot serve, process 0 does: call follow here")
         with self._driving(residency.stacks if residency is not None else stacks or {}):
             self._residency, self._commit_bytes, self._stopping = residency, commit_bytes, False
             self._hold(None)
@@ -264,7 +279,7 @@ class Engine:
         """
         if self._thread is None:
             raise UserError("the engine does not serve: submit inside `with engine.serving(...)`, or call generate")
-        self.check(request, self._stacks)
+        self.check(request, self.calls.stacks)
         job = self._job(request, Stream(request, None if deadline_s is None else time.monotonic() + deadline_s))
         if self._residency is not None and request.revision is not None and request.adapter is None:
             job.lease = self._residency.acquire(request.revision, request.tenant)
@@ -276,19 +291,40 @@ class Engine:
             self._wake.notify_all()
         return job.stream
 
+    def follow(self, stacks: Stacks | None = None, residency: Obeys | None = None) -> None:
+        """Does what process 0 tells as long as it serves; for every other process, with the same arguments as ``serving`` there.
+
+        Args:
+            residency: this process's side of it, ``residency.others.Others``.
+
+        Raises:
+            UserError: serving failed in process 0 by a mistake, or this is process 0.
+            RuntimeError: it failed otherwise, or process 0 is gone.
+        """
+        if multihost.is_main():
+            raise UserError("process 0 leads: call serving here, and follow in the others")
+        self._follow(residency.stacks if residency is not None else stacks or {}, residency)
+
+    def _follow(self, stacks: Stacks, residency: Obeys | None = None) -> list[list[Completion]]:
+        with self._driving(stacks):
+            return self.calls.follow(residency)
+
     def warm(self, stacks: Stacks | None = None, progress: Callable[[str, int, int], None] | None = None) -> None:
         """Compiles every program there is for these stacks, so that no request waits for one.
 
         Args:
-            progress: called with (what, done, in all) before each.
+            progress: called with (what, done, in all) before each; of several processes, in the first.
         """
+        if not multihost.is_main():
+            self._follow({} if stacks is None else stacks)
+            return
         with self._driving({} if stacks is None else stacks):
             self._hold(None)
             todo: list[tuple[str, Callable[[], Any]]] = []
             todo.append((f"prefill of {self.blocks * PAGE} tokens", lambda: self._prefill([[]] * self.parts)))
             todo.append(("scores of a prompt", lambda: self._prefill([[]] * self.parts, score=True)))
             todo += [(f"decoding of {r} rows", lambda r=r: self._decode([], r)) for r in self.rows]
-            todo.append(("pages to and from the host", lambda: self.cache.write(0, [], self.cache.read(0, []), 0)))
+            todo.append(("pages to and from the host", lambda: self.cache.restore(self.cache.keep(0, []), 0, [])))
             for i, (what, call) in enumerate(todo):
                 if progress is not None:
                     progress(what, i, len(todo))
@@ -297,18 +333,22 @@ class Engine:
     # -- the loop
 
     @contextlib.contextmanager
-    def _driving(self, stacks: Stacks) -> Iterator[None]:
+    def _driving(self, stacks: Stacks, answered: bool = False) -> Iterator[None]:
         if not self._running.acquire(blocking=False):
             raise UserError("the engine is at work in another thread: submit to it there, or make an engine of your own")
         try:
-            self._stacks = stacks
+            self.calls.stacks = stacks
             with jax.set_mesh(self.base.mesh):
+                if multihost.is_main():
+                    self.calls.begin(answered)
                 yield
-        except BaseException:
-            self.cache.drop()  # a call that failed may have taken it along
+                self.calls.end()
+        except BaseException as error:
+            self.calls.drop()  # a call that failed may have taken the pool along
+            self.calls.end(error)
             raise
         finally:
-            self._stacks = {}
+            self.calls.stacks = {}
             self._running.release()
 
     def _serve(self) -> None:
@@ -329,7 +369,8 @@ class Engine:
                         self._residency.wait_ready(coming, LOOK_S)
         except BaseException as failure:
             error = failure
-            self.cache.drop()
+            self.calls.drop()
+            self.calls.end(failure)
         with self._wake:
             self._stopping = True
             left, self._inbox = [*self._jobs, *self._inbox], []
@@ -341,6 +382,8 @@ class Engine:
             version: Any = request.revision
         elif request.adapter is None:
             version = None
+        elif request.version is not None:
+            version = request.version
         else:  # a slot whose weights have no name, and may be others for the next call: its prompts are shared within this one
             version = self._calls if self._thread is None else next(self._asked), request.adapter, self._thread is None
         return _Job(stream, Prompt(asked, (request.tenant, version)))
@@ -402,10 +445,8 @@ class Engine:
     # -- calls of the device
 
     def _prefill(self, todo: list[list[tuple[Prompt, int]]], score: bool = False) -> None:
-        plan = plans.blocks_plan(todo, self.blocks, self.table, self._stacks, score)
-        self.cache.pool, scores = device.prefill(self.base.params, self._stacks, self.cache.pool, plan, cfg=self.base.cfg)
+        scores = self.calls.prefill(plans.blocks_plan(todo, self.blocks, self.table, self.calls.stacks, score))
         if scores is not None:
-            scores = multihost.to_host(tuple(scores))
             for part, blocks in enumerate(todo):
                 for k, (prompt, i) in enumerate(blocks):
                     c, n = part * (self.blocks // self.parts) + k, len(prompt.blocks[i].tokens)
@@ -414,16 +455,11 @@ class Engine:
         self.counts["prefilled_tokens"] += sum(len(prompt.blocks[i].tokens) for blocks in todo for prompt, i in blocks)
 
     def _decode(self, running: list[tuple[Sample, int]], rows: int) -> None:
-        plan, places = plans.rows_plan(running, rows, self.parts, self.table, self.base.cfg.vocab_size, self._stacks)
+        plan, places = plans.rows_plan(running, rows, self.parts, self.table, self.base.cfg.vocab_size, self.calls.stacks)
         steps = 1 if any(sample.matcher is not None for sample, _ in running) else self.steps
         if self._schedule.waiting or self._schedule.swapped:  # someone can have the row that is the first to reach its limit
             steps = min(steps, *(sample.limit - sample.own for sample, _ in running))
-        args = self.base.params, self._stacks, self.cache.pool, plan, np.int32(steps)
-        self.cache.pool, drawn = device.decode(*args, cfg=self.base.cfg)
-        alternatives = plan.top.any()
-        if not alternatives:
-            drawn = drawn._replace(top_ids=np.zeros(0), top_logprobs=np.zeros(0))
-        drawn = Drawn(*multihost.to_host(tuple(drawn)))
+        drawn = self.calls.decode(plan, steps)
         self.counts["decodes"] += 1
         self.counts["drawn_tokens"] += int(drawn.count.sum())
         for (sample, _), r in zip(running, places):
@@ -436,14 +472,8 @@ class Engine:
                 pairs = zip(drawn.top_ids[r, :n, :kept].tolist(), drawn.top_logprobs[r, :n, :kept].tolist())
                 sample.top += [list(zip(*pair)) for pair in pairs]
             sample.owner.stream.put(Piece(sample.number, new, sample.logprobs[len(sample.logprobs) - n :]))
-        watched = [sample for sample, _ in running if sample.stops is not None]
-        cuts: dict[Sample, Any] = {}
-        if watched:
-            # Every process would find the same, but each in its own time, and one that left a row out alone would be missed in the
-            # next step's collectives: one of them says.
-            cuts = dict(zip(watched, multihost.agree("stop strings", lambda: [s.stops.look(s.tokens) for s in watched])))
         for (sample, _), r in zip(running, places):
-            end, text = cuts.get(sample, (None, None))
+            end, text = (None, None) if sample.stops is None else sample.stops.look(sample.tokens)
             if end is not None:
                 sample.tokens, sample.text = sample.tokens[:end], text
                 self._finish(sample, "stop")
@@ -457,15 +487,13 @@ class Engine:
         sample.matcher.consume_token(sample.tokens[-1])
         return sample.matcher.is_stopped()
 
-    def _preempt(self, sample: Sample) -> Any:
+    def _preempt(self, sample: Sample) -> Kept:
         self.counts["preempted"] += 1
-        part = sample.prompt.part
-        return part, self.cache.read(part, sample.pages[: pages_for(sample.own, PAGE)])
+        return self.cache.keep(sample.prompt.part, sample.pages[: pages_for(sample.own, PAGE)])
 
     def _restore(self, sample: Sample) -> None:
         if sample.swapped is not None:
-            part, contents = sample.swapped
-            self.cache.write(sample.prompt.part, sample.pages[: pages_for(sample.own, PAGE)], contents, part)
+            self.cache.restore(sample.swapped, sample.prompt.part, sample.pages[: pages_for(sample.own, PAGE)])
             sample.swapped = None
 
     # -- ends
@@ -474,7 +502,7 @@ class Engine:
         job: _Job = sample.owner
         if self.keep_routes and sample.tokens and sample in self._schedule.running:
             self._keep_routes(sample)
-        self._schedule.finish(sample)
+        self._take_out(sample)
         sample.finish = why
         if self.decode is not None and sample.text is None:
             sample.text = self.decode(sample.tokens)
@@ -485,6 +513,11 @@ class Engine:
             self._jobs.remove(job)
             self._give_back(job)
             job.stream.end([completion(s) for s in job.samples])
+
+    def _take_out(self, sample: Sample) -> None:
+        if sample.swapped is not None:
+            self.cache.forget(sample.swapped)
+        self._schedule.finish(sample)
 
     def _keep_routes(self, sample: Sample) -> None:
         """Reads the experts that a sample's tokens visited, and once those of its prompt."""
@@ -500,7 +533,7 @@ class Engine:
                 self._jobs.remove(job)
                 for sample in job.samples:
                     if sample.finish is None:
-                        self._schedule.finish(sample)
+                        self._take_out(sample)
             if not job.stream.done:
                 self._give_back(job)
                 job.stream.end(error or UserError("the call was ended before this request was"))

@@ -42,6 +42,8 @@ class Request:
         stop: strings that end a completion: its text ends before the string, its tokens with the one completing it. One that is a
             special token of the tokenizer, which decoded text leaves out, ends it by that token's id.
         revision: digest of the revision that is in the adapter's slot, for the completions to name (law 7).
+        version: of weights in the adapter's slot that have no digest yet, a number that no others have: prompts that they read stay in
+            the cache for later calls, as those of a revision do. Of a slot with neither they are shared within one call.
         tenant: who asks: prompts are shared, and quotas counted, within a tenant.
     """
 
@@ -70,6 +72,7 @@ class Request:
     stop_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     revision: str | None = None
+    version: int | None = None
     tenant: str = "default"
 
     @property

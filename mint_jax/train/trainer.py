@@ -6,7 +6,8 @@ prompts, no rewards.
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -108,6 +109,10 @@ def stack_coefs(configs: Sequence[LossConfig]) -> LossCoefs:
     return LossCoefs(*columns)  # type: ignore[arg-type]
 
 
+# A version of weights: a number that no other weights of this process have, known at once; their digest takes a copy to the host.
+_versions = itertools.count(1)
+
+
 @functools.partial(jax.jit, static_argnames=("cfg", "adapters"))
 def _empty(cfg: ModelConfig, adapters: tuple[AdapterConfig, ...]) -> State:
     specs = transformer.abstract(cfg)
@@ -156,6 +161,9 @@ class Trainer:
             over several.
         remat: what the backward pass keeps, a key of ``transformer.REMAT``.
 
+    Attributes:
+        versions: of each policy's adapter as it is now; a new one whenever it may have changed.
+
     Raises:
         UserError: duplicate names, a rank or target the base cannot have.
     """
@@ -173,12 +181,26 @@ class Trainer:
         self.specs = transformer.abstract(base.cfg)
         self.shapes = ShapeBook()
         self.slots = self._assign(policies)
+        self.versions: dict[str, int] = {}
         self._references: dict[str, tuple[AdapterConfig, Any]] = {}
         self._resident: tuple[Stacks, dict[str, Slot]] | None = None  # of the references, made when first used
         with jax.set_mesh(base.mesh):
-            self.state: State = _empty(cfg=base.cfg, adapters=tuple(p.adapter for p in policies))
+            self.state = _empty(cfg=base.cfg, adapters=tuple(p.adapter for p in policies))
             for p in policies:
                 self._start(p, np.uint32(p.seed & 0xFFFFFFFF))
+
+    @property
+    def state(self) -> State:
+        """What training updates; who sets it may have set anybody's adapter."""
+        return self._state
+
+    @state.setter
+    def state(self, state: State) -> None:
+        self._state = state
+        self._renew(self.policies)
+
+    def _renew(self, names: Iterable[str]) -> None:
+        self.versions |= {name: next(_versions) for name in names}
 
     def join(self, policy: PolicyConfig) -> None:
         """Takes one more policy into training; the others keep their state. Only the stack of its rank bucket is made anew, larger, and
@@ -194,7 +216,7 @@ class Trainer:
             larger = _empty(cfg=self.base.cfg, adapters=tuple(p.adapter for p in policies if p.adapter.bucket == bucket))[bucket]
             if bucket in self.state:
                 larger = _grown(larger, self.state[bucket], cfg=self.base.cfg)
-            self.state = dict(sorted((self.state | {bucket: larger}).items()))
+            self._state = dict(sorted((self.state | {bucket: larger}).items()))
             self.policies[policy.name] = policy
             self.slots = self._assign(policies)
             self._start(policy, np.uint32(policy.seed & 0xFFFFFFFF))
@@ -205,7 +227,8 @@ class Trainer:
         stack, numbers = self.state[at.bucket], Hyper.of(policy.optimizer)
         shape = AdapterConfig(config.rank, targets=config.targets)  # the scale is data
         where = np.int32(at.index), np.float32(config.scale)
-        self.state = {**self.state, at.bucket: _started(stack, weights, *where, numbers, cfg=self.base.cfg, adapter=shape)}
+        self._renew([policy.name])
+        self._state = {**self.state, at.bucket: _started(stack, weights, *where, numbers, cfg=self.base.cfg, adapter=shape)}
 
     @staticmethod
     def _assign(policies: Sequence[PolicyConfig]) -> dict[str, Slot]:
@@ -323,7 +346,7 @@ class Trainer:
             batch, places = self._pack([g for _, g in live], shapes)
             coefs = stack_coefs([self.policies[n].loss for n in names])
             with jax.set_mesh(self.base.mesh):
-                self.state, logp, metrics = step_lib.forward_backward(
+                self._state, logp, metrics = step_lib.forward_backward(
                     self.base.params, self.state, batch, coefs, self._slot_arrays(names), cfg=self.base.cfg, remat=self.remat
                 )
             sampled = any(self.policies[n].loss.samples for n in names)
@@ -344,8 +367,9 @@ class Trainer:
     def optim_step(self, names: Sequence[str]) -> dict[str, dict[str, float]]:
         """Applies the accumulated gradients of these policies."""
         ordered = self._order(names)
+        self._renew(ordered)
         with jax.set_mesh(self.base.mesh):
-            self.state, metrics = step_lib.optim_step(self.state, self._slot_arrays(ordered))
+            self._state, metrics = step_lib.optim_step(self.state, self._slot_arrays(ordered))
         host = multihost.to_host(metrics)
         return {name: {key: float(host[key][i]) for key in host} for i, name in enumerate(ordered)}
 

@@ -20,7 +20,7 @@ NAMES = ("p", "team/q")
 
 
 def snapshot(value: float) -> Snapshot:
-    return Snapshot({"dense": {"q": {"a": np.full((1, 1, 8), value, np.float32)}}}, SCHEMA)
+    return Snapshot({"dense": {"q": {"a": np.full((1, 1, 8), value, np.float32)}}}, SCHEMA, version=1)
 
 
 @pytest.fixture

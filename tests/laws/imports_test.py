@@ -20,6 +20,7 @@ LEVELS = [
         "mesh",
         "checkpoint",
         "multihost",
+        "messages",
         "metrics",
         "trackers",
         "compiling",

@@ -4,6 +4,7 @@ import contextlib
 import json
 import runpy
 import sys
+import threading
 from pathlib import Path
 
 import chex
@@ -15,7 +16,7 @@ from mint_jax import mesh
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import unpack
 from mint_jax.catalog.rollouts import unpack_rollouts
-from mint_jax.jobs import adapters, grpo
+from mint_jax.jobs import adapters, grpo, recorder
 from mint_jax.jobs.catalogs import JobCatalog
 from mint_jax.lora import tree as lora_tree
 from mint_jax.models import base as base_lib
@@ -39,6 +40,13 @@ def run_job(tmp_path, monkeypatch):
     """Runs two steps of GRPO into one catalog; ``(workdir, policies, changes of a policy) -> config``."""
     made = mesh.make_mesh
     monkeypatch.setattr(mesh, "make_mesh", lambda sizes=None, devices=None: made(sizes, devices or jax.devices()[:1]))
+    digest_of = recorder.digest_of
+
+    def off_the_loop(data):
+        assert threading.current_thread() is not threading.main_thread(), "the job's thread goes on with the version"
+        return digest_of(data)
+
+    monkeypatch.setattr(recorder, "digest_of", off_the_loop)
     (tmp_path / "lettered.py").write_text(ENVIRONMENT)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "lettered", raising=False)

@@ -197,7 +197,11 @@ def test_a_failure_of_the_loop_reaches_everybody(world, prompts, monkeypatch):
             engine.submit(Request(prompts[0], max_tokens=8))
 
 
-def test_several_processes_are_refused(world, monkeypatch):
-    monkeypatch.setattr("mint_jax.multihost.count", lambda: 2)
-    with pytest.raises(UserError, match="one process, here are 2"), engine_of(world).serving(residency=world.residency):
+def test_the_first_process_leads_and_the_others_follow(world, monkeypatch):
+    """Two processes that do so: ``processes_test.py``."""
+    engine = engine_of(world)
+    with pytest.raises(UserError, match="process 0 leads: call serving here"):
+        engine.follow(residency=world.residency)
+    monkeypatch.setattr("mint_jax.multihost.index", lambda: 1)
+    with pytest.raises(UserError, match="process 1 cannot serve, process 0 does"), engine.serving(residency=world.residency):
         pass

@@ -1,0 +1,100 @@
+"""Prompts in the cache belong to one version of the weights: what a policy read before an update is not read after it.
+
+Versions are numbers of the trainer's, there as soon as weights may have changed; nothing here computes a digest.
+"""
+
+import jax
+import numpy as np
+import pytest
+
+from mint_jax.lora.tree import AdapterConfig
+from mint_jax.models.paged import PAGE
+from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.request import Request
+from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
+from tests.train.trainer_test import random_adapter, random_group
+
+NAMES = ("a", "b")
+WHOLE = 2 * PAGE  # tokens of a prompt's whole blocks
+
+
+class World:
+    """Two policies of one bucket in training, one engine over their slots, and which versions have read the prompt."""
+
+    def __init__(self, rng, base):
+        self.rng, self.base = rng, base
+        configs = [PolicyConfig(name, AdapterConfig(2, 4.0, ("q", "down")), loss=LossConfig("cross_entropy")) for name in NAMES]
+        self.trainer = Trainer(base, configs)
+        for name in NAMES:
+            self.load(name)
+        self.prompt = tuple(rng.integers(0, 96, WHOLE + 5).tolist())
+        self.engine, self.read = Engine(base, rows=(8,)), set()
+
+    def request(self, name, **fields) -> Request:
+        return Request(self.prompt, self.trainer.slots[name], temperature=0.0, max_tokens=6, **fields)
+
+    def sample(self, name) -> None:
+        """A hit exactly where this version has read the prompt before, and the answer of an engine that has read nothing."""
+        version = self.trainer.versions[name]
+        [[found]] = self.engine.generate([self.request(name, version=version)], self.trainer.stacks)
+        assert found.reused == (WHOLE if version in self.read else 0)
+        self.read.add(version)
+        [[fresh]] = Engine(self.base, rows=(8,)).generate([self.request(name)], self.trainer.stacks)
+        assert (found.tokens, found.logprobs) == (fresh.tokens, fresh.logprobs)
+
+    def update(self, name) -> None:
+        self.trainer.update({name: [random_group(self.rng, 4, (5,))]})
+
+    def load(self, name) -> None:
+        self.trainer.load_adapter(name, random_adapter(self.rng, self.base, self.trainer.policies[name].adapter))
+
+
+def test_a_prompt_is_found_again_by_the_version_that_read_it_and_by_no_other(rng, tiny_base):
+    world = World(rng, tiny_base("llama"))
+    versions = world.trainer.versions
+    ever = set(versions.values())
+    for _ in range(6):
+        for name in (*NAMES, *NAMES):
+            world.sample(name)
+        before = dict(versions)
+        name = NAMES[rng.integers(2)]
+        act = rng.integers(3)
+        if act == 0:
+            world.update(name)
+        elif act == 1:
+            world.load(name)
+        else:  # as a checkpoint is restored
+            world.trainer.state = jax.tree.map(np.array, world.trainer.state)
+        changed = {n for n in NAMES if versions[n] != before[n]}
+        assert changed == (set(NAMES) if act == 2 else {name})
+        new = {versions[n] for n in changed}
+        assert len(new) == len(changed)
+        assert not new & ever, "no version comes twice"
+        ever |= new
+
+
+def test_gradients_alone_make_no_version(rng, tiny_base):
+    world = World(rng, tiny_base("llama"))
+    before = dict(world.trainer.versions)
+    world.trainer.forward_backward({"a": [random_group(rng, 4, (5,))]})
+    assert world.trainer.versions == before
+    world.trainer.optim_step(["a"])
+    assert world.trainer.versions["b"] == before["b"]
+    assert world.trainer.versions["a"] not in before.values()
+
+
+@pytest.mark.parametrize("other", ["another trainer", "a slot that nobody named"])
+def test_versions_of_two_trainers_never_meet(rng, tiny_base, other):
+    """One engine serves both: numbers are the process's, and a slot without a name is nobody's version."""
+    world = World(rng, tiny_base("llama"))
+    world.sample("a")
+    if other == "another trainer":
+        second = World(rng, world.base)
+        second.engine, second.prompt = world.engine, world.prompt
+        assert not set(second.trainer.versions.values()) & set(world.trainer.versions.values())
+        for name in NAMES:
+            second.sample(name)
+    else:
+        [[found]] = world.engine.generate([world.request("a")], world.trainer.stacks)
+        assert found.reused == 0
+    world.sample("a")
