@@ -24,7 +24,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -53,6 +53,7 @@ ROWS = (8, 32, 128)  # shapes of decoding: the smallest that holds the rows ther
 # matter of company (SmolLM2's keys of its second layer differ by 5e-6 between 4 and 16). On a CPU 128 tokens: 512 at once would take
 # 0.8 of their time, and 3.2 times as long for a prompt of 30.
 CPU_BLOCKS, BLOCKS = 4, 16
+DRAWN = 2  # what a token that is drawn counts beside one that is prefilled, where tenants share (arXiv 2401.00588, section 3.1)
 LOOK_S = 0.02  # how long new requests may go unseen while all that are there wait for adapters
 
 
@@ -75,6 +76,23 @@ class Residents(Protocol):
     def commit_ready(self, budget_bytes: int | None = None) -> int: ...
 
     def wait_ready(self, pending: Sequence[Future], timeout: float = 1.0) -> bool: ...
+
+
+class Beside(Protocol):
+    """What shares the devices, and decides whose samples come first: see ``service.loop.Loop``."""
+
+    @property
+    def waiting(self) -> int: ...
+
+    def turn(self, decoding: bool) -> bool: ...
+
+    def began(self, tenant: str) -> None: ...
+
+    def ended(self, tenant: str) -> None: ...
+
+    def order(self, tenants: Iterable[str]) -> list[str]: ...
+
+    def spent(self, seconds: float, tokens: Mapping[str, float]) -> None: ...
 
 
 @dataclasses.dataclass(eq=False)
@@ -138,6 +156,8 @@ class Engine:
         self.cache = Cache(base, self.rows[-1], self.calls, cache_bytes)
         self._schedule = Schedule([Pages(0, PAGE)] * self.parts, 0)
         self._residency: Residents | None = None
+        self._beside: Beside | None = None
+        self._tokens: Counter[str] = Counter()  # of each tenant in this turn
         self._commit_bytes: int | None = None
         self._jobs: list[_Job] = []
         self._inbox: list[_Job] = []
@@ -237,7 +257,11 @@ class Engine:
 
     @contextlib.contextmanager
     def serving(
-        self, stacks: Stacks | None = None, residency: Residents | None = None, commit_bytes: int | None = None
+        self,
+        stacks: Stacks | None = None,
+        residency: Residents | None = None,
+        commit_bytes: int | None = None,
+        beside: Beside | None = None,
     ) -> Iterator["Engine"]:
         """Runs the loop in a thread of its own, for ``submit``, until the block ends; what has not ended then is cancelled.
 
@@ -247,6 +271,7 @@ class Engine:
             stacks: adapters that are there; or
             residency: brings those that requests name by ``revision``, while others decode.
             commit_bytes: bytes written into slots between two turns, about; None is all that is there.
+            beside: has a turn of its own between two of the loop's, in the loop's thread; ``wake`` tells that it has something to do.
 
         Raises:
             UserError: this is not process 0.
@@ -254,7 +279,7 @@ class Engine:
         if not multihost.is_main():
             raise UserError(f"process {multihost.index()} cannot serve, process 0 does: call follow here")
         with self._driving(residency.stacks if residency is not None else stacks or {}):
-            self._residency, self._commit_bytes, self._stopping = residency, commit_bytes, False
+            self._residency, self._commit_bytes, self._beside, self._stopping = residency, commit_bytes, beside, False
             self._hold(None)
             self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
             self._thread.start()
@@ -265,7 +290,12 @@ class Engine:
                     self._stopping = True
                     self._wake.notify_all()
                 self._thread.join()
-                self._thread, self._residency = None, None
+                self._thread, self._residency, self._beside = None, None, None
+
+    def wake(self) -> None:
+        """Tells the loop to look at what is beside it; from any thread."""
+        with self._wake:
+            self._wake.notify_all()
 
     def submit(self, request: Request, deadline_s: float | None = None) -> Stream:
         """Asks for a request while the engine serves; from any thread.
@@ -357,14 +387,15 @@ class Engine:
             with jax.set_mesh(self.base.mesh):
                 while True:
                     with self._wake:
-                        while not (self._inbox or self._jobs or self._stopping):
+                        while not (self._inbox or self._jobs or self._stopping or (self._beside is not None and self._beside.waiting)):
                             self._wake.wait()
                         if self._stopping:
                             break
                         new, self._inbox = self._inbox, []
                     for job in new:
                         self._begin(job)
-                    if not self._turn() and self._residency is not None:  # nothing to do but to wait for adapters
+                    worked = self._turn() if self._beside is None else self._turn_beside(self._beside)
+                    if not worked and self._residency is not None:  # nothing to do but to wait for adapters
                         coming = [job.lease for job in self._jobs if job.lease is not None and not job.lease.done()]
                         self._residency.wait_ready(coming, LOOK_S)
         except BaseException as failure:
@@ -375,6 +406,16 @@ class Engine:
             self._stopping = True
             left, self._inbox = [*self._jobs, *self._inbox], []
         self._clear(left, error or UserError("the engine was stopped before this request ended: ask again"))
+
+    def _turn_beside(self, beside: Beside) -> bool:
+        """One turn, and one of what is beside it."""
+        self._schedule.prefer(beside.order(self._schedule.tenants))
+        began = time.perf_counter()
+        self._tokens.clear()
+        worked = bool(self._jobs) and self._turn()
+        if self._tokens:
+            beside.spent(time.perf_counter() - began, self._tokens)
+        return beside.turn(bool(self._schedule.running)) or worked
 
     def _job(self, request: Request, stream: Stream) -> _Job:
         asked = requests_.stopping_by_id(request, self.base)
@@ -390,6 +431,8 @@ class Engine:
 
     def _begin(self, job: _Job) -> None:
         self._jobs.append(job)
+        if self._beside is not None:
+            self._beside.began(job.prompt.request.tenant)
         job.samples = self._schedule.add(job.prompt, job)
         for sample in job.samples:
             sample.matcher = self._grammars.matcher(job.prompt.request)
@@ -452,7 +495,9 @@ class Engine:
                     c, n = part * (self.blocks // self.parts) + k, len(prompt.blocks[i].tokens)
                     prompt.scores[i] = [x[c, :n].tolist() for x in scores]
         self.counts["prefills"] += 1
-        self.counts["prefilled_tokens"] += sum(len(prompt.blocks[i].tokens) for blocks in todo for prompt, i in blocks)
+        for prompt, i in itertools.chain(*todo):
+            self.counts["prefilled_tokens"] += len(prompt.blocks[i].tokens)
+            self._tokens[prompt.request.tenant] += len(prompt.blocks[i].tokens)
 
     def _decode(self, running: list[tuple[Sample, int]], rows: int) -> None:
         plan, places = plans.rows_plan(running, rows, self.parts, self.table, self.base.cfg.vocab_size, self.calls.stacks)
@@ -464,6 +509,7 @@ class Engine:
         self.counts["drawn_tokens"] += int(drawn.count.sum())
         for (sample, _), r in zip(running, places):
             n, kept = int(drawn.count[r]), sample.prompt.request.top_logprobs
+            self._tokens[sample.prompt.request.tenant] += DRAWN * n
             new = drawn.tokens[r, :n].tolist()
             sample.tokens += new
             sample.logprobs += drawn.logprobs[r, :n].tolist()
@@ -510,9 +556,14 @@ class Engine:
             self.counts["reused_tokens"] += job.prompt.reused or 0
             if self._thread is not None and isinstance(job.prompt.key[1], tuple):
                 self._forget(job)
-            self._jobs.remove(job)
+            self._remove(job)
             self._give_back(job)
             job.stream.end([completion(s) for s in job.samples])
+
+    def _remove(self, job: _Job) -> None:
+        self._jobs.remove(job)
+        if self._beside is not None:
+            self._beside.ended(job.prompt.request.tenant)
 
     def _take_out(self, sample: Sample) -> None:
         if sample.swapped is not None:
@@ -530,7 +581,7 @@ class Engine:
         """Takes jobs that have not ended out of the engine, and forgets the prompts that nobody can ask for again."""
         for job in jobs:
             if job in self._jobs:
-                self._jobs.remove(job)
+                self._remove(job)
                 for sample in job.samples:
                     if sample.finish is None:
                         self._take_out(sample)

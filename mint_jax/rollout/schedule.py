@@ -142,6 +142,17 @@ class Schedule:
         """Whether nothing is left to do."""
         return not (self.waiting or self.swapped or self.running)
 
+    @property
+    def tenants(self) -> set[str]:
+        """Whose sequences wait."""
+        return {s.prompt.request.tenant for s in self.waiting}
+
+    def prefer(self, tenants: Sequence[str]) -> None:
+        """Orders those that wait by their tenants, and those of one as they came."""
+        if len(tenants) > 1:
+            place = {tenant: i for i, tenant in enumerate(tenants)}
+            self.waiting = deque(sorted(self.waiting, key=lambda s: (place[s.prompt.request.tenant], s.order)))
+
     def add(self, prompt: Prompt, owner: Any) -> list[Sample]:
         """Queues the samples of a request."""
         new = [Sample(prompt, i, next(self._order), owner) for i in range(prompt.request.n)]

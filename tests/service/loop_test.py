@@ -1,0 +1,165 @@
+"""Sampling and training in one thread: neither changes what the other gives, and no tenant waits for another who floods."""
+
+import threading
+
+import numpy as np
+import pytest
+
+from mint_jax.errors import UserError
+from mint_jax.lora import tree as lora_tree
+from mint_jax.lora.tree import AdapterConfig
+from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.request import Request
+from mint_jax.service.loop import Loop
+from mint_jax.train import held
+from mint_jax.train.live import Live
+from mint_jax.train.state import OptimizerConfig
+from tests.residency.residency_test import World
+from tests.rollout.score_test import random_adapters
+from tests.train.live_test import CONFIGS, SHAPES, coefs, random_data, random_state
+
+
+@pytest.fixture
+def world(rng, tiny_base):
+    w = World(rng, tiny_base("llama"), capacities={1: 1, 8: 1}, targets=(lora_tree.ALL_LINEAR, "embed", "unembed"), piece_bytes=4000)
+    w.adapters = random_adapters(rng, w.base.cfg)
+    w.digests = {name: w.storage.add(adapter, config, w.base.fingerprint) for name, (config, adapter) in w.adapters.items()}
+    yield w
+    w.storage.gate.set()
+    w.residency.close()
+
+
+@pytest.fixture
+def loop_of(world):
+    def make(**settings):
+        live = Live(world.base, {8: 2}, shapes=SHAPES)
+        return Loop(Engine(world.base, rows=(8,), steps=2), live, world.residency, commit_bytes=4000, **settings)
+
+    return make
+
+
+def prompts(rng, count):
+    return [tuple(rng.integers(3, 97, int(rng.integers(2, 40))).tolist()) for _ in range(count)]
+
+
+@pytest.mark.bits
+def test_a_revision_is_sampled_with_the_same_bits_while_policies_train(rng, world, loop_of):
+    """Revisions of one slot each come and go, two policies train, one of which diverges; then the same alone."""
+    loop = loop_of(gap_s=1e-6)
+    names = [*world.digests, None] * 3
+    requests = [
+        Request(p, revision=name and world.digests[name], temperature=1.0, seed=i, max_tokens=24, tenant=f"t{i % 3}")
+        for i, (p, name) in enumerate(zip(prompts(rng, len(names)), names))
+    ]
+    states = {name: random_state(rng, world.base, CONFIGS[name]) for name in "ab"}
+    ended, sampled = threading.Event(), []
+
+    def train(name):
+        loop.training.do(name, lambda live: live.join(name, states[name]), tenant=name).result(60)
+        while not ended.is_set():
+            mine = [random_data(np.random.default_rng(len(sampled)), "cross_entropy") for _ in range(2)]
+            futures = [loop.training.forward_backward(name, data, coefs("cross_entropy"), tenant=name) for data in mine]
+            rate = 1e30 if name == "b" else 1e-3
+            futures.append(loop.training.optim(name, OptimizerConfig(rate, max_grad_norm=0.0), tenant=name))
+            for future in futures:
+                future.result(60)
+            sampled.append(name)
+
+    with loop.running():
+        threads = [threading.Thread(target=train, args=(name,)) for name in states]
+        for thread in threads:
+            thread.start()
+        beside = loop.engine.generate(requests)
+        ended.set()
+        for thread in threads:
+            thread.join()
+    assert {"a", "b"} <= set(sampled)
+    assert loop.gaps, "slices between dispatches of rows"
+    assert loop.training.live.counts["steps"] >= 4
+    engine = Engine(world.base, rows=(8,), steps=2)
+    with engine.serving(residency=world.residency):
+        alone = engine.generate(requests)
+    for xs, ys in zip(beside, alone, strict=True):
+        for x, y in zip(xs, ys, strict=True):
+            assert (x.tokens, x.logprobs, x.drawn_logprobs, x.revision) == (y.tokens, y.logprobs, y.drawn_logprobs, y.revision)
+    assert sum(loop.counters.seconds.values()) > 0
+    assert {"a", "b", "t0", "t1", "t2"} <= set(loop.counters.seconds)
+
+
+def test_training_alone_needs_no_request_for_samples(rng, world, loop_of):
+    loop = loop_of()
+    with loop.running():
+        state = held.fresh(loop.training.live.specs, AdapterConfig(2), 3)
+        loop.training.do("a", lambda live: live.join("a", state)).result(60)
+        told = loop.training.forward_backward("a", random_data(rng, "cross_entropy"), coefs("cross_entropy")).result(60)
+        assert np.isfinite(told.loss)
+        waiting = loop.training.optim("b", OptimizerConfig(1e-3))
+        with pytest.raises(UserError, match="policy 'b' is not in training"):
+            waiting.result(60)
+        assert not loop.gaps, "no row decoded"
+    with pytest.raises(UserError, match="the server was stopped before this request ended"):
+        loop.training.optim("a", OptimizerConfig(1e-3)).result(0)
+
+
+def test_slices_are_small_while_rows_decode(rng, world, loop_of, monkeypatch):
+    loop, bounds = loop_of(gap_s=0.25, idle_gap_s=4.0), []
+    loop.training.live.join("a", random_state(rng, world.base, CONFIGS["a"]))
+    step = loop.training.live.step
+    monkeypatch.setattr(
+        loop.training.live, "step", lambda works, bound: bounds.append((bound, bool(loop.engine._schedule.running))) or step(works, bound)
+    )
+    with loop.running():
+        stream = loop.engine.submit(Request((1, 2, 3), max_tokens=64, temperature=1.0, stop_ids=()))
+        futures = [loop.training.forward_backward("a", random_data(rng, "cross_entropy"), coefs("cross_entropy")) for _ in range(3)]
+        for future in futures:
+            future.result(60)
+        stream.result(60)
+        loop.training.forward_backward("a", random_data(rng, "cross_entropy"), coefs("cross_entropy")).result(60)
+    assert all(bound == (0.25 if decoding else 4.0) for bound, decoding in bounds)
+    assert bounds[-1] == (4.0, False)
+
+
+def test_a_tenant_is_sampled_for_beside_one_who_floods(rng, loop_of):
+    """200 requests of one tenant wait; those of another, asked behind them one at a time, come next or next but one."""
+    loop = loop_of()
+    order = []
+    with loop.running():
+        flood = [
+            loop.engine.submit(Request(p, temperature=1.0, seed=i, max_tokens=8, tenant="flood")) for i, p in enumerate(prompts(rng, 200))
+        ]
+        for p in prompts(rng, 5):
+            before = sum(stream.done for stream in flood)
+            loop.engine.submit(Request(p, temperature=1.0, max_tokens=8, tenant="small")).result(60)
+            order.append(sum(stream.done for stream in flood) - before)
+        assert sum(stream.done for stream in flood) < 200, "else the flood was over before"
+    # Of eight rows those that run end first, and the ones that are admitted beside it: three times as many at most.
+    assert max(order) <= 24, order
+
+
+def test_a_failure_of_training_ends_samples_too(rng, loop_of, monkeypatch):
+    loop = loop_of()
+    loop.training.live.join("a", random_state(rng, loop.engine.base, CONFIGS["a"]))
+
+    def broken(*args):
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(loop.training.live, "step", broken)
+    with loop.running():
+        stream = loop.engine.submit(Request((1, 2, 3), max_tokens=200, temperature=1.0, stop_ids=()))
+        future = loop.training.forward_backward("a", random_data(rng, "cross_entropy"), coefs("cross_entropy"))
+        for each in (stream, future):
+            with pytest.raises(RuntimeError, match="the device is lost"):
+                each.result(60)
+        with pytest.raises(UserError, match="the engine is being stopped"):
+            loop.engine.submit(Request((1, 2, 3)))
+
+
+@pytest.mark.parametrize(("gap_s", "idle_gap_s"), [(0.0, 1.0), (2.0, 1.0), (float("nan"), 1.0)])
+def test_bounds_are_seconds(gap_s, idle_gap_s, loop_of):
+    with pytest.raises(UserError, match="expected seconds above 0, the second not below the first"):
+        loop_of(gap_s=gap_s, idle_gap_s=idle_gap_s)
+
+
+def test_one_base_serves_both(world, tiny_base):
+    with pytest.raises(UserError, match="the engine's base is another than that of live training"):
+        Loop(Engine(world.base, rows=(8,)), Live(tiny_base("qwen3"), {1: 1}, shapes=SHAPES))
