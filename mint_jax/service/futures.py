@@ -223,9 +223,7 @@ class Futures:
     def expire(self) -> int:
         """Releases the outcomes whose time is over, then ``trim``."""
         with self._lock:
-            due = self._clock() - self.keep_s
-            while self._delivered and (first := next(iter(self._delivered.values()))).delivered_at <= due:  # type: ignore[operator]
-                self._release(first)
+            self._release_expired()
         return self.trim()
 
     def place(self, model: str) -> int:
@@ -336,7 +334,7 @@ class Futures:
         """A request's outcome if it has ended."""
         with self._lock:
             entry = self._ids.get(id)
-            if entry is not None and entry.delivered_at is not None and entry.delivered_at + self.keep_s <= self._clock():
+            if entry is not None and self._expired(entry):
                 self._release(entry)
             if entry is None or entry.released:
                 raise Gone(f"future {id[:80]!r} is not kept here: it was never given out, or its result was delivered")
@@ -363,6 +361,16 @@ class Futures:
         entry.released, entry.outcome = True, None
         self._delivered.pop(entry.id, None)
         self._settle(entry)
+
+    def _release_expired(self) -> None:
+        while self._delivered:
+            entry = next(iter(self._delivered.values()))
+            if not self._expired(entry):
+                break
+            self._release(entry)
+
+    def _expired(self, entry: Entry) -> bool:
+        return entry.delivered_at is not None and entry.delivered_at + self.keep_s <= self._clock()
 
     def _settle(self, entry: Entry) -> None:
         """Forgets a request of which nothing but its number is needed."""
@@ -427,6 +435,7 @@ class Futures:
         self._ready.extend(entry for _, _, entry in ready)
         delivered = [entry for entry in self._ids.values() if entry.delivered_at is not None and not entry.released]
         self._delivered.update((entry.id, entry) for entry in sorted(delivered, key=lambda e: e.delivered_at or 0.0))
+        self._release_expired()
 
     def _load_record(self, record: Record, found: Found, places: dict[str, int]) -> None:
         if record.kind is Kind.REQUEST:
