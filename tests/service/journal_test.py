@@ -304,7 +304,8 @@ def test_a_full_queue_refuses_or_waits(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("call", "code"), [("fsync", errno.EIO), ("fsync", errno.ENOSPC), ("pwrite", errno.ENOSPC), ("pwrite", errno.EIO), ("link", errno.ENOSPC)]
+    ("call", "code"),
+    [("fsync", errno.EIO), ("fsync", errno.ENOSPC), ("pwrite", errno.ENOSPC), ("pwrite", errno.EIO), ("link", errno.ENOSPC)],
 )
 def test_a_disk_that_refuses_ends_the_journal(tmp_path, monkeypatch, rng, call, code):
     """Nothing of the group is acknowledged, nor is anything after it, also once the disk would work again."""
