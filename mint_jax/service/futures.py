@@ -34,7 +34,7 @@ from typing import Any
 from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
 from mint_jax.service.journal import Found, Journal, JournalDamaged, Overloaded
-from mint_jax.service.records import LONGEST_NAME, Kind, Record, decode, encode
+from mint_jax.service.records import LONGEST_NAME, OVERHEAD, Kind, Record, decode, encode
 from mint_jax.service.table import Category, Done, Entry, Failed, Model, Outcome, Request, State
 from mint_jax.service.waker import Waker
 
@@ -54,6 +54,7 @@ class Futures:
 
     Args:
         places: of each model with a snapshot, the place that goes with the one that was loaded.
+        forget: models that are ended first, because their snapshots are lost and the journal alone cannot bring them back.
         keep_s: seconds for which a result is kept after it has arrived.
         clock: seconds since 1970; it dates records, so that results also expire after a restart.
         journal: options of ``Journal``.
@@ -68,6 +69,7 @@ class Futures:
         folder: Path,
         places: Mapping[str, int] | None = None,
         *,
+        forget: Iterable[str] = (),
         keep_s: float = KEEP_S,
         clock: Callable[[], float] = time.time,
         **journal: Any,
@@ -84,7 +86,7 @@ class Futures:
         self._ready: collections.deque[Entry] = collections.deque()
         self._journal = Journal(folder, **journal)
         try:
-            self._load(dict(places or {}))
+            self._load(dict(places or {}), forget)
         except BaseException:
             self._journal.close()
             raise
@@ -115,7 +117,7 @@ class Futures:
             except Overloaded:
                 if give_up is not None and time.monotonic() >= give_up:
                     raise
-                self._journal.wait_for_room(len(body), None if give_up is None else give_up - time.monotonic())
+                self._journal.wait_for_room(OVERHEAD + len(body), None if give_up is None else give_up - time.monotonic())
         if (ticket := entry.ticket) is not None:
             ticket.result()
         return entry.id
@@ -380,8 +382,8 @@ class Futures:
             mine.settle((entry.seq_id,))
 
     def _drop(self, model: str) -> list[str]:
-        """Takes a model out of all tables; returns the ids of its requests."""
-        entries = self._models.pop(model).entries.values()
+        """Takes a model out of all tables, where it is; returns the ids of its requests."""
+        entries = self._models.pop(model, Model()).entries.values()
         for entry in entries:
             del self._ids[entry.id], self._unsettled[entry.start]
             self._delivered.pop(entry.id, None)
@@ -389,7 +391,7 @@ class Futures:
 
     # opening
 
-    def _load(self, places: dict[str, int]) -> None:
+    def _load(self, places: dict[str, int], forget: Iterable[str]) -> None:
         """Reads the journal."""
         known: dict[str, list[int]] = {}
         for found in self._journal.records():
@@ -398,20 +400,24 @@ class Futures:
                 if record.kind is Kind.CHECKPOINT:
                     known = json.loads(record.body)
                 elif record.kind is Kind.FORGOTTEN:
-                    if record.model in self._models:
-                        self._drop(record.model)
+                    self._drop(record.model)
                     known.pop(record.model, None)
                 else:
                     self._load_record(record, found, places)
             except ValueError as error:
                 raise JournalDamaged(f"journal {self._journal.folder} has at place {found.start} what is no record: {error}") from None
+        for name in forget:
+            if name in self._models or name in known:
+                self._journal.append(encode(Record(Kind.FORGOTTEN, self._clock(), model=name)))
+                self._drop(name)
+                known.pop(name, None)
         for name, place in places.items():
             self._must_have_reached(name, place)
         for name, (floor, place, *settled) in known.items():
             if places.get(name, 0) < place:
                 raise UserError(
                     f"snapshot of {name!r} is of place {places.get(name, 0)}, but what lies before {place} is needed no more, and some of "
-                    "it is deleted: load the newest snapshot"
+                    "it is deleted: load the newest snapshot, or forget the model if that is lost"
                 )
             mine = self._model(name)
             gone = [seq_id for seq_id in mine.entries if seq_id < floor or seq_id in settled]

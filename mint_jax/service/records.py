@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 _FIXED = struct.Struct("<B16sdQHH32s")
 LONGEST_NAME = 1000  # bytes of a model's name, and of a call's
+OVERHEAD = _FIXED.size + 2 * LONGEST_NAME  # bytes of a record beside its body, at most
 _NOBODY = "0" * 32
 _NO_DIGEST = "0" * 64
 
