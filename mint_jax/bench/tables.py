@@ -204,6 +204,19 @@ ROWS = [
         headline=[0],
     ),
     *_bench(
+        "journal",
+        (
+            "a training request of {body_bytes|count} bytes accepted, run and answered durably: two transactions in SQLite / the journal "
+            "of futures, 1, 8, 64 clients",
+            "{ratio_1|times}, {ratio_8|times}, {ratio_64|times}",
+        ),
+        (
+            "the same, requests a second: SQLite / the journal",
+            "{sqlite_per_s_1|count}, {sqlite_per_s_8|count}, {sqlite_per_s_64|count} / {journal_per_s_1|count}, {journal_per_s_8|count}, "
+            "{journal_per_s_64|count}",
+        ),
+    ),
+    *_bench(
         "packed_load",
         (
             "a rank-1 adapter of Qwen3-30B-A3B's experts from file to device slot: {tensors.unpacked|count} tensors of a PEFT file, "

@@ -25,6 +25,7 @@ BENCHES = (
     "revision_stores",
     "engine",
     "active_wave",
+    "journal",
 )
 
 

@@ -10,7 +10,8 @@ ROOT = Path(__file__).parents[2]
 LEVELS = [
     {"launch", "figures", "api"},  # figures runs launch
     {"jobs"},
-    {"bench", "aot", "service"},
+    {"bench", "aot"},
+    {"service"},
     {"train", "rollout", "catalog", "residency", "envs"},
     {"models"},
     {"lora"},

@@ -1,0 +1,27 @@
+"""Training requests made durable, through the journal of futures against a row each in SQLite: requests a second of 1, 8 and 64 clients.
+
+Command: python -m mint_jax.launch --config=configs/bench/journal.py --workdir=runs/bench/journal
+Short:   --config=configs/bench/journal.py:ci
+Default size: a minute or two on two CPU cores, 0.3 GB of disk (removed at the end).
+"""
+
+from ml_collections import ConfigDict
+
+
+def get_config(size: str = "default") -> ConfigDict:
+    config = ConfigDict()
+    config.job = "bench"
+    config.bench = "journal"
+    config.seed = 0
+    config.n = 5  # rounds; in each both sides have their turn
+    config.threads = (1, 8, 64)  # clients
+    config.requests = ConfigDict({"journal": 4000, "sqlite": 400})  # of a round, all clients together
+    config.body_bytes = 8192
+    config.result_bytes = 1024
+    if size == "ci":
+        config.n = 2
+        config.threads = (1, 8)
+        config.requests.update({"journal": 80, "sqlite": 16})
+    elif size != "default":
+        raise ValueError(f"journal size {size!r}; expected default or ci")
+    return config

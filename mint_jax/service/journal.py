@@ -1,0 +1,460 @@
+"""An append-only journal in a folder: a record is on the disk before anybody is told so, and one sync serves many.
+
+::
+
+    segment  <16 hex digits>.journal, named by the place of its first record:  header, record, record, ...
+    header   "mint-journal/1\n\0" | first place u64 | synced place u64 | CRC-32 of these
+    record   payload's length u32 | payload's CRC-32 | CRC-32 of place, length and payload's CRC-32 | payload
+
+All little-endian. A *place* counts the bytes of all records from the journal's beginning, headers left out: it grows for ever,
+while segments at the front are deleted. A record's own place is in its checksum, so that what lies elsewhere is noticed.
+
+Callers queue records; one thread takes all that are queued, writes them, syncs the file once and only then resolves their
+tickets. Before it does, it notes in the segment's header how far the file is synced. The note tells a torn end from damage:
+what is not whole *behind* it was never acknowledged, a crash has left it, and it is cut when the journal is opened; what is
+not whole *before* it was acknowledged, and is told as ``JournalDamaged`` with file and offset. The note itself reaches the disk
+with the next sync, so after a loss of power it may be one sync old, never ahead.
+
+A write or sync that fails ends the journal's work: nothing that was queued is acknowledged, and every further call raises
+``JournalFailed`` until the journal is opened anew. A sync is not tried again, for the kernel may have dropped what it could not
+write and report success the second time (Rebello et al. 2020, "Can Applications Recover from fsync Failures?"). For the same
+reason, opening writes anew whatever it keeps behind the note.
+"""
+
+import bisect
+import collections
+import contextlib
+import fcntl
+import os
+import re
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import NamedTuple
+
+from mint_jax.errors import UserError
+from mint_jax.files import write_file
+
+MAGIC = b"mint-journal/1\n\0"
+HEADER = struct.Struct("<16sQQI")
+FRAME = struct.Struct("<III")
+LONGEST = 1 << 30  # bytes of a payload: no accepted length makes a reader take more memory than this
+GROUP = 8 << 20  # bytes of one write and sync, so that a large group does not keep the first waiting
+_PLACED = struct.Struct("<QII")
+_SYNCED_AT = 24  # offset of the note in the header
+_SUFFIX = ".journal"
+_STAGED = re.compile(r"\.[0-9a-f]{16}\.journal-[0-9a-f]{32}")  # what a crash may leave of ``write_file``
+
+
+class JournalFailed(UserError):
+    """The disk refused a write or a sync, or the journal is closed: what was not acknowledged may be lost."""
+
+
+class JournalDamaged(UserError):
+    """Acknowledged bytes are not there, or not what was written."""
+
+
+class JournalBusy(UserError):
+    """Another process, or another object of this one, has the journal open."""
+
+
+class Overloaded(UserError):
+    """The queue is full.
+
+    Attributes:
+        retry_after_s: seconds that the last group took: about then there is room.
+    """
+
+    def __init__(self, message: str, retry_after_s: float):
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class Found(NamedTuple):
+    """A record on the disk: bytes ``[start, end)`` of the journal."""
+
+    start: int
+    end: int
+    payload: bytes
+
+
+class Ticket(Future[int]):
+    """A record on its way to the disk; its result is ``end``, once it is there.
+
+    Attributes:
+        start, end: its place.
+    """
+
+    def __init__(self, start: int, end: int):
+        super().__init__()
+        self.start, self.end = start, end
+        self.set_running_or_notify_cancel()  # who stops waiting cancels no write
+
+
+class Journal:
+    """One journal, open for writing; all of it may be called from any thread.
+
+    Args:
+        folder: is made where it is missing. The folder above must be there, and on the disk.
+        segment_bytes: of a file at most, unless one record alone is larger.
+        queue_bytes: that may wait to be written; a record that would exceed this waits or is refused.
+
+    Attributes:
+        end: the place behind the last record.
+        cut: bytes that opening cut off: the end of a write that a crash interrupted.
+
+    Raises:
+        JournalBusy: it is open elsewhere.
+        JournalDamaged: the newest segment is not whole; ``records`` looks at the others.
+        JournalFailed: the disk refuses.
+    """
+
+    def __init__(self, folder: Path, *, segment_bytes: int = 64 << 20, queue_bytes: int = 64 << 20):
+        self.folder, self.segment_bytes, self.queue_bytes = folder, segment_bytes, queue_bytes
+        self.cut = 0
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)  # something is queued, or the journal is closed
+        self._room = threading.Condition(self._lock)  # something was written, or the journal has failed
+        self._releasing = threading.Lock()
+        self._queue: collections.deque[tuple[Ticket, bytes, bytes]] = collections.deque()
+        self._queued = 0  # bytes, those that are being written among them
+        self._last: Ticket | None = None
+        self._failed: JournalFailed | None = None
+        self._group_s = 0.01
+        with self._told("open"):
+            folder.mkdir(parents=True, exist_ok=True)
+            self._guard = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            self._take_lock()
+            with self._told("open"):
+                self._firsts = self._list()
+                self._handle = self._open_newest()
+        except BaseException:
+            os.close(self._guard)
+            raise
+        self._written = self.end
+        self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> "Journal":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def append(self, payload: bytes, *, checksum: int | None = None, wait_s: float | None = 0.0, bounded: bool = True) -> Ticket:
+        """Queues a record and returns at once where there is room; its ticket is resolved when it is on the disk.
+
+        Records lie in the order of the calls.
+
+        Args:
+            checksum: the payload's CRC-32, where the caller has made it already, outside of a lock of its own.
+            wait_s: seconds to wait for room; 0 refuses at once, None waits however long it takes.
+            bounded: whether a full queue counts; for small notes of work that was accepted long ago it need not.
+
+        Raises:
+            Overloaded: there was no room.
+            JournalFailed: the journal has failed, or is closed.
+        """
+        if len(payload) > LONGEST:
+            raise UserError(f"a record of {len(payload)} bytes is too long: at most {LONGEST} are kept; split the request")
+        checksum = zlib.crc32(payload) if checksum is None else checksum
+        size = FRAME.size + len(payload)
+        with self._lock:
+            self._check()
+            if bounded and not self._fits(size):
+                if wait_s != 0:
+                    self._room.wait_for(lambda: self._failed is not None or self._fits(size), wait_s)
+                    self._check()
+                if not self._fits(size):
+                    raise Overloaded(f"{self._queued} bytes wait for the disk, of at most {self.queue_bytes}: ask again", self._group_s)
+            ticket = Ticket(self.end, self.end + size)
+            placed = zlib.crc32(_PLACED.pack(ticket.start, len(payload), checksum))
+            self._queue.append((ticket, FRAME.pack(len(payload), checksum, placed), payload))
+            self.end, self._last = ticket.end, ticket
+            self._queued += size
+            self._work.notify()
+        return ticket
+
+    def wait_for_room(self, nbytes: int, wait_s: float | None) -> None:
+        """Returns when a payload of so many bytes would go into the queue, or when the time is over; None is for ever."""
+        with self._lock:
+            self._room.wait_for(lambda: self._failed is not None or self._fits(FRAME.size + nbytes), wait_s)
+
+    def flush(self) -> int:
+        """Waits until everything that was appended is on the disk; returns the place behind it.
+
+        Raises:
+            JournalFailed: it cannot be.
+        """
+        with self._lock:
+            last, end = self._last, self.end
+        return end if last is None else last.result()
+
+    def records(self) -> Iterator[Found]:
+        """All records that were there when the journal was opened, in order; to be read before anything is appended.
+
+        Raises:
+            JournalDamaged: a record is not what was written, or a segment is missing.
+        """
+        for first, following in zip(self._firsts, [*self._firsts[1:], self.end], strict=True):
+            path = self._path(first)
+            with self._told("read"):
+                data = path.read_bytes()
+            _check_header(path, data, first)
+            place = first
+            for found in _scan(data, first):
+                place = found.end
+                yield found
+            if place != following:
+                raise _damaged(path, place, first, f"the next segment begins at {following}")
+
+    def read(self, start: int) -> bytes:
+        """The payload of the record at a place.
+
+        Raises:
+            JournalDamaged: it is not what was written.
+        """
+        with self._lock:
+            first = self._firsts[bisect.bisect_right(self._firsts, start) - 1]
+        path = self._path(first)
+        with self._told("read"), open(path, "rb") as file:
+            file.seek(HEADER.size + start - first)
+            frame = file.read(FRAME.size)
+            length = FRAME.unpack(frame)[0] if len(frame) == FRAME.size else 0
+            data = frame + file.read(min(length, LONGEST))
+        found = next(_scan(data, start, 0), None)
+        if found is None:
+            raise _damaged(path, start, first, "a record that was whole when it was written")
+        return found.payload
+
+    def release(self, place: int) -> int:
+        """Deletes the segments of which nothing lies at or behind a place, from the front; returns how many.
+
+        Raises:
+            JournalFailed: a file cannot be deleted; the journal goes on.
+        """
+        deleted = 0
+        with self._releasing:
+            while self.releases(place):
+                with self._told("delete"):
+                    self._path(self._firsts[0]).unlink()
+                    _sync_folder(self.folder)  # so that after a loss of power no gap lies between those that are left
+                with self._lock:
+                    self._firsts.pop(0)
+                deleted += 1
+        return deleted
+
+    def releases(self, place: int) -> bool:
+        """Whether ``release`` would delete anything."""
+        with self._lock:
+            return len(self._firsts) > 1 and self._firsts[1] <= place
+
+    def close(self) -> None:
+        """Writes what is queued and lets others open the journal. Closing again is fine."""
+        with self._lock:
+            if self._guard < 0:
+                return
+            guard, self._guard = self._guard, -1
+            self._work.notify_all()
+            self._room.notify_all()
+        self._thread.join()
+        with contextlib.suppress(OSError):  # everything acknowledged is synced
+            os.close(self._handle)
+        os.close(guard)
+
+    def _check(self) -> None:
+        if self._failed is not None:
+            raise JournalFailed(str(self._failed))
+        if self._guard < 0:
+            raise JournalFailed(f"journal {self.folder} is closed: open it again")
+
+    def _fits(self, size: int) -> bool:
+        return self._queued == 0 or self._queued + size <= self.queue_bytes
+
+    def _path(self, first: int) -> Path:
+        return self.folder / f"{first:016x}{_SUFFIX}"
+
+    @contextlib.contextmanager
+    def _told(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise JournalFailed(f"cannot {doing} the journal {self.folder} ({error.strerror or error}): check the disk") from error
+
+    # opening
+
+    def _take_lock(self) -> None:
+        try:
+            fcntl.flock(self._guard, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise JournalBusy(f"journal {self.folder} is open already: end the other process, or choose another folder") from None
+
+    def _list(self) -> list[int]:
+        """First places of the segments, in order."""
+        firsts = []
+        for path in self.folder.iterdir():
+            if path.suffix == _SUFFIX and re.fullmatch(r"[0-9a-f]{16}", path.stem):
+                firsts.append(int(path.stem, 16))
+            elif _STAGED.fullmatch(path.name):
+                path.unlink()
+        return sorted(firsts)
+
+    def _open_newest(self) -> int:
+        """The handle of the newest segment, its torn end cut off, everything in it on the disk; sets ``end``."""
+        if not self._firsts:
+            self.end = 0
+            handle = self._create(0)
+            self._firsts.append(0)
+            return handle
+        first = self._firsts[-1]
+        path = self._path(first)
+        data = path.read_bytes()
+        synced = _check_header(path, data, first)
+        whole = first
+        for found in _scan(data, first):
+            whole = found.end
+        if whole < synced:
+            raise _damaged(path, whole, first, f"records up to {synced} were acknowledged")
+        self.end, self.cut = whole, len(data) - HEADER.size - (whole - first)
+        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            keep = HEADER.size + whole - first
+            _write(handle, data[HEADER.size + synced - first : keep], HEADER.size + synced - first)
+            os.ftruncate(handle, keep)
+            os.fsync(handle)
+            self._note(handle, first, whole)
+        except BaseException:
+            os.close(handle)
+            raise
+        return handle
+
+    # the writer's thread
+
+    def _create(self, first: int) -> int:
+        path = self._path(first)
+        write_file(path, _header(first, first), replace=False)
+        _sync_folder(self.folder)
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+    def _note(self, handle: int, first: int, synced: int) -> None:
+        _write(handle, _header(first, synced)[_SYNCED_AT:], _SYNCED_AT)
+
+    def _run(self) -> None:
+        while group := self._next():
+            began = time.monotonic()
+            try:
+                self._commit(group)
+            except BaseException as error:  # a disk's error or ours: in either case nothing may be acknowledged
+                self._fail(error, group)
+                return
+            with self._lock:
+                self._queued -= group[-1][0].end - group[0][0].start
+                self._group_s = time.monotonic() - began
+                self._room.notify_all()
+            for ticket, _, _ in group:
+                ticket.set_result(ticket.end)
+
+    def _next(self) -> list[tuple[Ticket, bytes, bytes]]:
+        """What one write takes: all that is queued and goes into a segment; nothing once the journal is closed."""
+        with self._lock:
+            self._work.wait_for(lambda: self._queue or self._guard < 0)
+            group: list[tuple[Ticket, bytes, bytes]] = []
+            while self._queue:
+                end = self._queue[0][0].end
+                if group and (end - group[0][0].start > GROUP or end - self._segment_for(group[0][0]) > self.segment_bytes):
+                    break
+                group.append(self._queue.popleft())
+            return group
+
+    def _segment_for(self, ticket: Ticket) -> int:
+        """First place of the segment that a record goes into: the newest, or one that begins with it."""
+        first = self._firsts[-1]
+        return ticket.start if ticket.start > first and ticket.end - first > self.segment_bytes else first
+
+    def _commit(self, group: list[tuple[Ticket, bytes, bytes]]) -> None:
+        first = self._segment_for(group[0][0])
+        if first != self._firsts[-1]:
+            handle = self._create(first)
+            os.close(self._handle)
+            self._handle = handle
+            with self._lock:
+                self._firsts.append(first)
+        _write(
+            self._handle, b"".join(part for _, frame, payload in group for part in (frame, payload)), HEADER.size + self._written - first
+        )
+        os.fsync(self._handle)
+        self._written = group[-1][0].end
+        self._note(self._handle, first, self._written)
+
+    def _fail(self, error: BaseException, group: list[tuple[Ticket, bytes, bytes]]) -> None:
+        why = error.strerror or str(error) if isinstance(error, OSError) else repr(error)
+        failed = JournalFailed(f"cannot write the journal {self.folder} ({why}): mend the disk, then open the journal again")
+        with self._lock:
+            self._failed = failed
+            lost = [*group, *self._queue]
+            self._queue.clear()
+            self._room.notify_all()
+        for ticket, _, _ in lost:
+            ticket.set_exception(failed)
+
+
+def _header(first: int, synced: int) -> bytes:
+    fields = HEADER.pack(MAGIC, first, synced, 0)[:-4]
+    return fields + zlib.crc32(fields).to_bytes(4, "little")
+
+
+def _check_header(path: Path, data: bytes, first: int) -> int:
+    """How far a segment is synced.
+
+    Raises:
+        JournalDamaged: the header is not whole.
+        UserError: another version wrote it.
+    """
+    if len(data) >= HEADER.size:
+        magic, mine, synced, checksum = HEADER.unpack_from(data)
+        if checksum == zlib.crc32(data[: HEADER.size - 4]):
+            if magic != MAGIC:
+                raise UserError(f"{path} is a journal of another version ({magic!r}; this is {MAGIC!r}): open it with that one")
+            if mine == first and synced >= first:
+                return synced
+    raise JournalDamaged(f"{path} is damaged at offset 0: its header is not what was written; restore the file from a copy")
+
+
+def _scan(data: bytes, first: int, offset: int = HEADER.size) -> Iterator[Found]:
+    """Records of a segment's bytes from an offset, whose place is ``first``, up to the first that is not whole."""
+    base = first - offset
+    while offset + FRAME.size <= len(data):
+        length, checksum, placed = FRAME.unpack_from(data, offset)
+        end = offset + FRAME.size + length
+        if placed != zlib.crc32(_PLACED.pack(base + offset, length, checksum)) or length > LONGEST or end > len(data):
+            return
+        payload = data[offset + FRAME.size : end]
+        if zlib.crc32(payload) != checksum:
+            return
+        yield Found(base + offset, base + end, payload)
+        offset = end
+
+
+def _damaged(path: Path, place: int, first: int, expected: str) -> JournalDamaged:
+    offset = HEADER.size + place - first
+    return JournalDamaged(f"{path} is damaged at offset {offset}: no whole record there, yet {expected}; restore the file from a copy")
+
+
+def _write(handle: int, data: bytes, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        done = os.pwrite(handle, view, offset)
+        view, offset = view[done:], offset + done
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,490 @@
+"""Futures: identity of requests, order, waits of threads and tasks, what a restart brings back, disks that refuse."""
+
+import asyncio
+import concurrent.futures
+import errno
+import os
+import random
+import shutil
+import threading
+import time
+
+import pytest
+
+from mint_jax.errors import UserError
+from mint_jax.service import futures as futures_lib
+from mint_jax.service.futures import KEEP_S, Conflict, Futures, Gone
+from mint_jax.service.journal import JournalBusy, JournalDamaged, JournalFailed, Overloaded
+from mint_jax.service.table import IN_MEMORY, Category, Done, Failed
+from tests.residency.clock import Clock
+
+
+@pytest.fixture
+def folder(memory):
+    return memory / "journal"
+
+
+def run_all(futures, result=b"done"):
+    """Takes and finishes everything that is ready; what was taken."""
+    taken = []
+    while (request := futures.take()) is not None:
+        taken.append((request.model, request.seq_id, request.again))
+        futures.finish(request.id, Done(result))
+    return taken
+
+
+def fill(futures, model, count, body=b"body"):
+    return [futures.submit(model, n, "step", body) for n in range(1, count + 1)]
+
+
+def test_a_request_runs_once_and_has_one_id(folder, rng):
+    body = rng.bytes(100)
+    with Futures(folder) as futures:
+        id = futures.submit("m", 1, "forward_backward", body)
+        assert futures.submit("m", 1, "forward_backward", body) == id
+        assert futures.submit("other", 1, "forward_backward", body) != id
+        for call, other in (("forward_backward", body + b"!"), ("optim_step", body)):
+            with pytest.raises(Conflict, match="request 1 of 'm' was 'forward_backward' with another body"):
+                futures.submit("m", 1, call, other)
+        assert futures.wait(id) is None
+        request = futures.take()
+        assert request is not None
+        assert (request.id, request.model, request.seq_id, request.call, request.body, request.again) == (
+            id,
+            "m",
+            1,
+            "forward_backward",
+            body,
+            False,
+        )
+        futures.finish(id, Done(b"gradients"))
+        assert futures.wait(id, 30) == Done(b"gradients")
+        assert futures.submit("m", 1, "forward_backward", body) == id
+        assert run_all(futures) == [("other", 1, False)]
+
+
+def test_one_request_submitted_at_once_by_many_runs_once(folder):
+    with Futures(folder) as futures, concurrent.futures.ThreadPoolExecutor(16) as pool:
+        for n in range(1, 20):
+            ids = {done.result() for done in [pool.submit(futures.submit, "m", n, "step", b"x") for _ in range(16)]}
+            assert len(ids) == 1
+        assert run_all(futures) == [("m", n, False) for n in range(1, 20)]
+
+
+def test_requests_run_in_order_and_gaps_wait(folder, rng):
+    order = [int(n) for n in rng.permutation(range(1, 21)) if n != 7]
+    with Futures(folder) as futures:
+        taken = []
+        for n in order:
+            futures.submit("m", n, "step", b"x")
+            taken += run_all(futures)
+        assert taken == [("m", n, False) for n in range(1, 7)]
+        futures.submit("other", 1, "step", b"x")
+        assert run_all(futures) == [("other", 1, False)], "another model does not wait for it"
+        futures.submit("m", 7, "step", b"x")
+        assert run_all(futures) == [("m", n, False) for n in range(7, 21)]
+
+
+def test_the_next_request_may_be_taken_early_but_finishes_in_turn(folder):
+    with Futures(folder) as futures:
+        one, two = fill(futures, "m", 2)
+        with pytest.raises(ValueError, match="not the one to finish now"):
+            futures.finish(one, Done(b""))
+        assert [futures.take().id, futures.take().id] == [one, two]  # type: ignore[union-attr]
+        with pytest.raises(ValueError, match="request 2 of 'm' is not the one to finish now"):
+            futures.finish(two, Done(b"2"))
+        futures.finish(one, Failed("no", Category.USER))
+        with pytest.raises(ValueError, match="not the one to finish now"):
+            futures.finish(one, Done(b"again"))
+        futures.finish(two, Done(b"2"))
+        assert futures.wait(one, 30) == Failed("no", Category.USER)
+        assert futures.wait(two, 30) == Done(b"2")
+
+
+@pytest.mark.parametrize(
+    ("model", "seq_id", "call", "why"),
+    [("", 1, "step", "model is ''"), ("m", 0, "step", "seq_id .* is 0"), ("m", -1, "step", "-1"), ("m", 1, "c" * 1001, "call is 'ccc")],
+)
+def test_a_request_that_cannot_be_named_is_refused(folder, model, seq_id, call, why):
+    with Futures(folder) as futures, pytest.raises(UserError, match=why):
+        futures.submit(model, seq_id, call, b"")
+
+
+def test_results_stay_until_acknowledged_or_expired(folder):
+    clock = Clock()
+    with Futures(folder, clock=clock) as futures:
+        kept, acknowledged, late = fill(futures, "m", 3)
+        with pytest.raises(UserError, match="has not ended"):
+            futures.delivered(kept)
+        run_all(futures)
+        assert futures.wait(kept, 30) == futures.wait(late, 30) == Done(b"done")
+        clock.advance(100 * KEEP_S)
+        assert futures.wait(kept) == Done(b"done"), "nothing was delivered yet"
+        futures.acknowledge([acknowledged])
+        futures.acknowledge([acknowledged, "0" * 32])
+        with pytest.raises(Gone, match=acknowledged):
+            futures.wait(acknowledged)
+        futures.delivered(kept)
+        clock.advance(KEEP_S - 1)
+        futures.delivered(late)
+        assert futures.wait(kept) == Done(b"done")
+        futures.delivered(kept)  # asked for and sent once more
+        clock.advance(KEEP_S - 1)
+        assert futures.wait(kept) == Done(b"done")
+        clock.advance(1)
+        with pytest.raises(Gone):
+            futures.wait(kept)
+        with pytest.raises(Gone):
+            futures.wait("0" * 32)
+    with Futures(folder, clock=clock) as futures:
+        for id in (kept, acknowledged, late):
+            with pytest.raises(Gone):
+                futures.wait(id)
+
+
+def test_long_results_are_read_back_from_the_journal(folder, rng):
+    results = [rng.bytes(size) for size in (IN_MEMORY, IN_MEMORY + 1, 3_000_000)]
+    with Futures(folder, segment_bytes=100_000) as futures:
+        ids = fill(futures, "m", 3)
+        for id, result in zip(ids, results, strict=True):
+            futures.take()
+            futures.finish(id, Done(result))
+        for _ in range(2):
+            assert [futures.wait(id, 30) for id in ids] == [Done(result) for result in results]
+        assert sum(len(entry.outcome.result) for entry in futures._ids.values() if isinstance(entry.outcome, Done)) == IN_MEMORY
+    with Futures(folder) as futures:
+        assert [futures.wait(id) for id in ids] == [Done(result) for result in results]
+
+
+def test_a_restart_gives_what_had_not_ended_in_order_and_the_results_of_the_rest(folder):
+    with Futures(folder) as futures:
+        a, b = fill(futures, "a", 5), fill(futures, "b", 3)
+        for _ in range(3):  # a 1 to 3
+            request = futures.take()
+            assert request is not None
+            futures.finish(request.id, Done(request.id.encode()))
+        futures.take()
+        places = {"a": futures.place("a")}
+        futures.submit("c", 2, "step", b"waits for 1")
+    with Futures(folder, places) as futures:
+        assert [futures.wait(id) for id in a] == [Done(id.encode()) for id in a[:3]] + [None, None]
+        assert [futures.wait(id) for id in b] == [None] * 3
+        found = run_all(futures)
+        assert found == [("a", 4, False), ("a", 5, False), ("b", 1, False), ("b", 2, False), ("b", 3, False)], "as they were accepted"
+        assert futures.submit("a", 5, "step", b"body") == a[4]
+        assert futures.wait(a[4], 30) == Done(b"done")
+
+
+def test_what_a_snapshot_does_not_hold_runs_again_first_and_keeps_its_result(folder):
+    """In the order in which it ended, over all models; what failed had no effect and is left out."""
+    choice = random.Random(os.environ["MINT_TEST_SEED"])
+    with Futures(folder) as futures:
+        ids = {model: fill(futures, model, 6) for model in "ab"}
+        requests = [futures.take() for _ in range(12)]
+        ended, queues = [], {model: [r for r in requests if r is not None and r.model == model][:5] for model in "ab"}
+        places, placed = {}, 4
+        while any(queues.values()):
+            model = choice.choice([model for model in "ab" if queues[model]])
+            request = queues[model].pop(0)
+            futures.finish(request.id, Failed("no") if request.seq_id == 2 else Done(f"first {model} {request.seq_id}".encode()))
+            ended.append((model, request.seq_id))
+            if len(ended) == placed:
+                places = {model: futures.place(model) for model in "ab"}
+    held, rest = ended[:placed], ended[placed:]
+    with Futures(folder, places) as futures:
+        assert run_all(futures, b"second") == [(*one, True) for one in rest if one[1] != 2] + [("a", 6, False), ("b", 6, False)]
+        for model in "ab":
+            assert futures.wait(ids[model][1]) == Failed("no")
+            for n in (1, 3, 4, 5):
+                assert futures.wait(ids[model][n - 1]) == Done(f"first {model} {n}".encode())
+            assert futures.wait(ids[model][5], 30) == Done(b"second")
+    assert len(held) == placed
+
+
+def test_a_snapshot_in_the_midst_of_a_replay_holds_only_what_ran_again(folder):
+    with Futures(folder) as futures:
+        fill(futures, "m", 4)
+        run_all(futures)
+    with Futures(folder) as futures:
+        for _ in range(2):
+            request = futures.take()
+            assert request is not None
+            futures.finish(request.id, Done(b""))
+        places = {"m": futures.place("m")}
+    with Futures(folder, places) as futures:
+        assert run_all(futures) == [("m", 3, True), ("m", 4, True)]
+
+
+def test_a_snapshot_of_another_journal_is_refused(folder, memory):
+    with Futures(folder) as futures:
+        fill(futures, "m", 2)
+        place = futures.place("m")
+        with pytest.raises(UserError, match="it is of another journal"):
+            futures.snapshot("m", place + 1)
+    with pytest.raises(UserError, match=f"snapshot of 'm' is of place {place}, but the journal ends at 0"):
+        Futures(memory / "another", {"m": place})
+
+
+def test_segments_go_when_all_is_settled_and_their_numbers_stay_known(folder, memory):
+    with Futures(folder, segment_bytes=1000) as futures:
+        ids = fill(futures, "m", 50)
+        run_all(futures)
+        for id in ids:
+            assert futures.wait(id, 30) == Done(b"done")
+        futures.acknowledge(ids[:-1])
+        assert futures.trim() == 0, "a restart would have to run them again"
+        place = futures.place("m")
+        futures.snapshot("m", place)
+        many = len(list(folder.glob("*.journal")))
+        assert futures.trim() > 0
+        few = len(list(folder.glob("*.journal")))
+        assert 1 < few < many, "the last result is still kept"
+        futures.acknowledge(ids[-1:])
+        fill(futures, "other", 10)  # on with the next segment
+        run_all(futures)
+        assert futures.trim() > 0
+        with pytest.raises(Gone, match="request 3 of 'm' has run"):
+            futures.submit("m", 3, "step", b"body")
+    with pytest.raises(UserError, match=f"snapshot of 'm' is of place 0, but what lies before {place} is needed no more"):
+        Futures(folder)
+    shutil.copytree(folder, memory / "lost")
+    with Futures(folder, {"m": place}) as futures:
+        for n in (1, 50):
+            with pytest.raises(Gone, match=f"request {n} of 'm' has run"):
+                futures.submit("m", n, "step", b"body")
+        futures.submit("m", 51, "step", b"body")
+        assert run_all(futures) == [("other", n, True) for n in range(1, 11)] + [("m", 51, False)]
+    for lost in (("m", "never heard of"), ()):  # its snapshot is lost; once it was forgotten it stays so
+        with Futures(memory / "lost", forget=lost) as futures:
+            assert run_all(futures) == [("other", n, True) for n in range(1, 11)]
+            with pytest.raises(Gone):
+                futures.wait(ids[49])
+
+
+def test_a_model_that_is_forgotten_holds_nothing(folder):
+    with Futures(folder, segment_bytes=1000) as futures:
+        ids = fill(futures, "m", 30)
+        taken = futures.take()
+        assert taken is not None
+        told = []
+
+        def ask():
+            with pytest.raises(Gone) as caught:
+                futures.wait(ids[5], 30)
+            told.append(caught)
+
+        thread = threading.Thread(target=ask)
+        thread.start()
+        time.sleep(0.05)
+        futures.forget("m")
+        futures.forget("m")
+        thread.join(30)
+        assert len(told) == 1, "who waited is told"
+        futures.finish(taken.id, Done(b"too late"))
+        assert futures.take() is None
+        assert futures.trim() > 0
+        fresh = futures.submit("m", 1, "step", b"a new life")
+    with Futures(folder) as futures:
+        assert run_all(futures) == [("m", 1, False)]
+        assert futures.wait(fresh, 30) == Done(b"done")
+        with pytest.raises(Gone):
+            futures.wait(ids[0])
+
+
+def test_threads_and_tasks_wait_for_one_future(folder):
+    with Futures(folder) as futures:
+        [id] = fill(futures, "m", 1)
+        found = []
+        threads = [threading.Thread(target=lambda: found.append(futures.wait(id, 30))) for _ in range(10)]
+        for thread in threads:
+            thread.start()
+
+        async def ask():
+            tasks = [asyncio.create_task(futures.wait_task(id, 30)) for _ in range(10)]
+            short = asyncio.create_task(futures.wait_task(id, 0.05))
+            dropped = asyncio.create_task(futures.wait_task(id, 30))
+            assert await short is None
+            dropped.cancel()
+            futures.take()
+            futures.finish(id, Done(b"for all"))
+            return await asyncio.gather(*tasks)
+
+        assert asyncio.run(ask()) == [Done(b"for all")] * 10
+        for thread in threads:
+            thread.join(30)
+        assert found == [Done(b"for all")] * 10
+        assert len(futures._waker) == 0
+
+
+def test_waits_end_in_time_and_leave_nothing(folder):
+    with Futures(folder) as futures:
+        [id] = fill(futures, "m", 1)
+        began = time.monotonic()
+        assert futures.wait(id, 0.1) is None
+        assert asyncio.run(futures.wait_task(id, 0.1)) is None
+        assert time.monotonic() - began >= 0.2
+        assert len(futures._waker) == 0
+        assert futures.take() is not None
+        began = time.monotonic()
+        assert futures.take(0.1) is None
+        assert time.monotonic() - began >= 0.1
+
+
+def test_five_thousand_open_waits_cost_nothing_and_end_together(folder):
+    """Nobody polls: while they are open neither their loop nor any thread runs."""
+    count = 5000
+
+    async def ask():
+        ids = await asyncio.gather(*(futures.submit_task(f"m{n % 50}", n // 50 + 1, "step", b"x") for n in range(count)))
+        assert len(set(ids)) == count
+        tasks = [asyncio.create_task(futures.wait_task(id, 300)) for id in ids]
+        while len(futures._waker) < count:
+            await asyncio.sleep(0.01)
+        before = time.process_time()
+        await asyncio.sleep(1.0)
+        idle = time.process_time() - before
+        thread = threading.Thread(target=run_all, args=(futures,))
+        thread.start()
+        assert await asyncio.gather(*tasks) == [Done(b"done")] * count
+        thread.join()
+        return idle
+
+    with Futures(folder) as futures:
+        idle = asyncio.run(ask())
+    assert idle < 0.2, "of a second; asking each once a second would take as much"
+
+
+def test_closing_ends_waits(folder):
+    futures = Futures(folder)
+    [id] = fill(futures, "m", 1)
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(futures.wait(id, 60)))]
+    threads.append(threading.Thread(target=lambda: found.append(futures.take(60) and futures.take(60))))
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)
+    futures.close()
+    for thread in threads:
+        thread.join(30)
+    assert found == [None, None]
+    with pytest.raises(JournalFailed, match="is closed"):
+        futures.submit("m", 2, "step", b"")
+
+
+def test_a_loop_that_ended_with_waits_open_is_no_matter(folder):
+    with Futures(folder) as futures:
+        [id] = fill(futures, "m", 1)
+        loop = asyncio.new_event_loop()
+        task = loop.create_task(futures.wait_task(id, 300))
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+        assert run_all(futures) == [("m", 1, False)]
+        assert futures.wait(id, 30) == Done(b"done")
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+
+
+def test_a_request_that_the_disk_refused_has_no_id(folder, monkeypatch):
+    """All who asked for it are told, also those that came while it was on its way; results stay readable."""
+    with Futures(folder) as futures:
+        kept, running = fill(futures, "m", 2)
+        request = futures.take()
+        assert request is not None
+        futures.finish(request.id, Done(b"kept"))
+        assert futures.wait(kept, 30) == Done(b"kept")
+        futures.take()
+        gate = threading.Event()
+
+        def refuse(handle):
+            gate.wait(30)
+            raise OSError(errno.EIO, "the disk is gone")
+
+        with monkeypatch.context() as patch, concurrent.futures.ThreadPoolExecutor(8) as pool:
+            patch.setattr(os, "fsync", refuse)
+            asked = [pool.submit(futures.submit, "m", 3 + k % 2, "step", b"x") for k in range(8)]
+            task = pool.submit(lambda: asyncio.run(futures.submit_task("m", 5, "step", b"x")))
+            time.sleep(0.05)
+            gate.set()
+            for one in [*asked, task]:
+                with pytest.raises(JournalFailed, match="the disk is gone"):
+                    one.result(30)
+        with pytest.raises(JournalFailed):
+            futures.submit("m", 3, "step", b"x")
+        with pytest.raises(JournalFailed):
+            futures.finish(running, Done(b"lost"))
+        with pytest.raises(JournalFailed):
+            futures.place("m")
+        assert futures.take() is None, "what is not in the journal is not run"
+        assert futures.wait(kept) == Done(b"kept")
+        assert futures.wait(running) is None
+    with Futures(folder) as futures:
+        assert futures.wait(kept) == Done(b"kept")
+        id = futures.submit("m", 3, "step", b"x")
+        assert run_all(futures)[:3] == [("m", 1, True), ("m", 2, False), ("m", 3, False)]
+        assert futures.wait(id, 30) == Done(b"done")
+
+
+def test_a_full_queue_refuses_a_request_without_a_trace(folder, monkeypatch):
+    gate, real = threading.Event(), os.fsync
+    with Futures(folder, queue_bytes=2000) as futures, concurrent.futures.ThreadPoolExecutor(2) as pool:
+        monkeypatch.setattr(os, "fsync", lambda handle: (gate.wait(30), real(handle)))
+        first = pool.submit(futures.submit, "m", 1, "step", bytes(1950))
+        while not futures._journal._queued:
+            time.sleep(0.001)
+        with pytest.raises(Overloaded):
+            futures.submit("m", 2, "step", b"x")
+        with pytest.raises(Overloaded):
+            asyncio.run(futures.submit_task("m", 2, "step", b"x"))
+        with pytest.raises(Overloaded):
+            futures.submit("m", 2, "step", b"x", wait_s=0.05)
+        waiting = pool.submit(futures.submit, "m", 2, "step", b"another body", wait_s=None)
+        time.sleep(0.05)
+        assert not waiting.done()
+        gate.set()
+        assert futures.wait(first.result(30)) is None
+        assert futures.wait(waiting.result(30)) is None
+        assert run_all(futures) == [("m", 1, False), ("m", 2, False)]
+
+
+def test_flipped_bits_are_told_or_harmless(folder, memory):
+    """Anywhere in any file: opening tells, or everything is as it was."""
+    choice = random.Random(os.environ["MINT_TEST_SEED"])
+    with Futures(folder, segment_bytes=600) as futures:
+        ids = fill(futures, "m", 8)
+        for _ in range(5):
+            request = futures.take()
+            assert request is not None
+            futures.finish(request.id, Done(request.id.encode()))
+        places = {"m": futures.place("m")}
+        futures.acknowledge(ids[:1])
+    paths = sorted(folder.iterdir())
+    assert len(paths) > 3
+    told, tried = 0, 0
+    for _ in range(100):
+        path = choice.choice(paths)
+        data = bytearray(path.read_bytes())
+        if not data:
+            continue  # the lock
+        tried += 1
+        data[choice.randrange(len(data))] ^= 1 << choice.randrange(8)
+        whole = path.read_bytes()
+        path.write_bytes(data)
+        try:
+            with Futures(folder, places) as futures:
+                assert [futures.wait(id) for id in ids[1:]] == [Done(id.encode()) for id in ids[1:5]] + [None] * 3
+        except JournalDamaged as error:
+            told += path.name in str(error)
+        path.write_bytes(whole)
+    assert told == tried > 0, "it was closed, so everything in it was acknowledged"
+
+
+def test_a_record_that_nobody_knows_is_told(folder):
+    with Futures(folder) as futures:
+        futures._journal.append(b"\xc8" + bytes(100)).result()
+    with pytest.raises(JournalDamaged, match="at place 0 what is no record"):
+        Futures(folder)
+
+
+def test_futures_are_opened_once(folder):
+    with Futures(folder), pytest.raises(JournalBusy):
+        Futures(folder)
+    assert futures_lib.KEEP_S == 300

@@ -1,0 +1,263 @@
+"""The futures against a model of them: dictionaries that say what every call must answer.
+
+Hypothesis makes sequences of calls; after each, every id that was given out must have the model's outcome. A crash is a copy of
+the files as they lie there while the journal is open, or is closed; what is opened then must be the model's, its states those of
+the snapshots.
+"""
+
+import dataclasses
+import itertools
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+
+from mint_jax.errors import UserError
+from mint_jax.service.futures import KEEP_S, Conflict, Futures, Gone
+from mint_jax.service.table import IN_MEMORY, Category, Done, Failed
+from tests.residency.clock import Clock
+
+MODELS = st.sampled_from(("a", "b"))
+SEQ_IDS = st.integers(1, 5)
+BODIES = (b"short", b"long", b"fails")
+
+
+def outcome_of(model, seq_id, body):
+    """What running a request gives: a short result, one that is not kept in memory, or a failure."""
+    text = f"{model} {seq_id}".encode()
+    return {
+        b"short": Done(text),
+        b"long": Done(text * IN_MEMORY),
+        b"fails": Failed(f"no: {model} {seq_id}", Category.USER),
+    }[body]
+
+
+@dataclasses.dataclass
+class Known:
+    """A request that was accepted."""
+
+    id: str
+    body: bytes
+    ended: bool = False
+    released: bool = False
+    delivered_at: float | None = None
+
+
+@dataclasses.dataclass
+class Policy:
+    """A model; ``state`` holds the numbers of the requests that it was changed by, ``saved`` those of its snapshot."""
+
+    requests: dict[int, Known] = dataclasses.field(default_factory=dict)
+    state: list[int] = dataclasses.field(default_factory=list)
+    saved: list[int] = dataclasses.field(default_factory=list)
+    place: int = 0
+    taken: list[int] = dataclasses.field(default_factory=list)
+
+    def settled(self, seq_id: int) -> bool:
+        known = self.requests[seq_id]
+        return known.released and (known.body == b"fails" or seq_id in self.saved)
+
+    def next(self) -> int | None:
+        """What ``take`` must give, if anything."""
+        done = {*self.state, *self.taken, *(n for n, known in self.requests.items() if known.ended and known.body == b"fails")}
+        following = next(n for n in itertools.count(1) if n not in done)
+        return following if following in self.requests else None
+
+
+class Machine(RuleBasedStateMachine):
+    """``folder`` is set by the test."""
+
+    folder = Path()
+
+    def __init__(self):
+        super().__init__()
+        self.clock, self.policies, self.opened = Clock(), {}, 0
+        self.dropped: list[str] = []
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.futures = self.open()
+
+    def open(self) -> Futures:
+        places = {name: policy.place for name, policy in self.policies.items() if policy.place}
+        return Futures(self.place(), places, clock=self.clock, segment_bytes=400)
+
+    def place(self) -> Path:
+        return self.folder / str(self.opened)
+
+    def teardown(self):
+        self.futures.close()
+
+    @rule(model=MODELS, seq_id=SEQ_IDS, body=st.sampled_from(BODIES), call=st.sampled_from(("forward_backward", "optim_step")))
+    def submit(self, model, seq_id, body, call):
+        policy = self.policies.get(model)
+        known = None if policy is None else policy.requests.get(seq_id)
+        if known is None:
+            id = self.futures.submit(model, seq_id, "forward_backward", body)
+            self.policies.setdefault(model, Policy()).requests[seq_id] = Known(id, body)
+        elif policy.settled(seq_id):
+            with pytest.raises(Gone, match=f"request {seq_id} of '{model}' has run"):
+                self.futures.submit(model, seq_id, call, body)
+        elif body != known.body or call != "forward_backward":
+            with pytest.raises(Conflict, match=f"request {seq_id} of '{model}'"):
+                self.futures.submit(model, seq_id, call, body)
+        else:
+            assert self.futures.submit(model, seq_id, call, body) == known.id
+
+    @rule()
+    def take(self):
+        expected = {name: following for name, policy in self.policies.items() if (following := policy.next()) is not None}
+        request = self.futures.take()
+        if request is None:
+            assert not expected
+            return
+        policy = self.policies[request.model]
+        known = policy.requests[request.seq_id]
+        assert expected[request.model] == request.seq_id
+        assert (request.id, request.body, request.again) == (known.id, known.body, known.ended)
+        policy.taken.append(request.seq_id)
+
+    @rule(model=MODELS, bodies=st.lists(st.sampled_from(BODIES), max_size=3), backwards=st.booleans())
+    def train(self, model, bodies, backwards):
+        """Some of a model's next requests, and whatever else waits, to their ends."""
+        first = len(self.policies[model].requests) + 1 if model in self.policies else 1
+        numbered = list(enumerate(bodies, first))
+        for seq_id, body in reversed(numbered) if backwards else numbered:
+            self.submit(model, seq_id, body, "forward_backward")
+        while any(policy.taken or policy.next() for policy in self.policies.values()):
+            self.take()
+            for name in self.policies:
+                self.finish(name)
+
+    @rule(model=MODELS, also=st.booleans())
+    def acknowledge_all(self, model, also):
+        """With a snapshot besides, everything that has ended is settled."""
+        for seq_id, known in list(self.policies[model].requests.items()) if model in self.policies else ():
+            if known.ended:
+                self.acknowledge(model, seq_id)
+        if also:
+            self.snapshot(model)
+            self.trim()
+
+    @rule(model=MODELS)
+    def finish(self, model):
+        policy = self.policies.get(model)
+        if policy is None or not policy.taken:
+            return
+        if len(policy.taken) > 1:
+            with pytest.raises(ValueError, match="not the one to finish now"):
+                self.futures.finish(policy.requests[policy.taken[1]].id, Done(b"too early"))
+        seq_id = policy.taken.pop(0)
+        known = policy.requests[seq_id]
+        outcome = outcome_of(model, seq_id, known.body) if not known.ended else Done(b"another one than the first time")
+        self.futures.finish(known.id, outcome)
+        if not known.ended:
+            assert self.futures.wait(known.id, 30) == outcome
+        known.ended = True
+        if known.body != b"fails":
+            policy.state.append(seq_id)
+
+    def chosen(self, model, seq_id):
+        policy = self.policies.get(model)
+        return (None if policy is None else policy.requests.get(seq_id)), policy
+
+    @rule(model=MODELS, seq_id=SEQ_IDS)
+    def deliver(self, model, seq_id):
+        known, _ = self.chosen(model, seq_id)
+        if known is None:
+            return
+        if not known.ended:
+            with pytest.raises(UserError, match="has not ended"):
+                self.futures.delivered(known.id)
+            return
+        self.futures.delivered(known.id)
+        if not known.released:
+            known.delivered_at = self.clock.now
+
+    @rule(model=MODELS, seq_id=SEQ_IDS)
+    def acknowledge(self, model, seq_id):
+        known, _ = self.chosen(model, seq_id)
+        if known is None:
+            return
+        if not known.ended:
+            with pytest.raises(UserError, match="has not ended"):
+                self.futures.acknowledge([known.id])
+            return
+        self.futures.acknowledge([known.id, *self.dropped])
+        known.released = True
+
+    @rule(seconds=st.sampled_from((1.0, KEEP_S / 2, KEEP_S)))
+    def time_passes(self, seconds):
+        self.clock.advance(seconds)
+        self.futures.expire()
+        for policy in self.policies.values():
+            for known in policy.requests.values():
+                if known.delivered_at is not None and known.delivered_at + KEEP_S <= self.clock.now:
+                    known.released = True
+
+    @rule(model=MODELS)
+    def snapshot(self, model):
+        policy = self.policies.get(model)
+        if policy is None:
+            return
+        place = self.futures.place(model)
+        assert place >= policy.place
+        policy.place, policy.saved = place, list(policy.state)
+        self.futures.snapshot(model, place)
+
+    @rule()
+    def trim(self):
+        self.futures.trim()
+
+    @rule(model=MODELS)
+    def forget(self, model):
+        self.futures.forget(model)
+        if model in self.policies:
+            self.dropped += [known.id for known in self.policies.pop(model).requests.values()]
+
+    @rule(crash=st.booleans())
+    def reopen(self, crash):
+        """Notes of deliveries wait for no sync, so a crash may lose the last; here they have been synced."""
+        self.futures._journal.flush()
+        before = self.futures
+        if crash:
+            old = self.place()
+            self.opened += 1
+            shutil.copytree(old, self.place())
+        else:
+            before.close()
+        self.futures = self.open()
+        before.close()
+        for policy in self.policies.values():
+            policy.state, policy.taken = list(policy.saved), []
+
+    @invariant()
+    def every_id_has_its_outcome(self):
+        for name, policy in self.policies.items():
+            for seq_id, known in policy.requests.items():
+                if known.released:
+                    with pytest.raises(Gone):
+                        self.futures.wait(known.id)
+                else:
+                    assert self.futures.wait(known.id) == (outcome_of(name, seq_id, known.body) if known.ended else None)
+        for id in self.dropped[-3:]:
+            with pytest.raises(Gone):
+                self.futures.wait(id)
+
+
+@pytest.mark.parametrize(
+    ("examples", "steps"), [(60, 40), pytest.param(500, 60, marks=pytest.mark.long), pytest.param(5_000, 100, marks=pytest.mark.slow)]
+)
+def test_futures_are_what_their_model_says(memory, examples, steps):
+    class Here(Machine):
+        folder = memory / "journal"
+
+    phases = (Phase.generate,)  # shrinking replays thousands of steps
+    checks = list(HealthCheck)
+    run_state_machine_as_test(
+        Here,
+        settings=settings(
+            max_examples=examples, stateful_step_count=steps, deadline=None, phases=phases, suppress_health_check=checks, database=None
+        ),
+    )
