@@ -55,11 +55,15 @@ class Held:
         """The same adapter before its first update."""
         return Held(self.config, {"factors": self.parts["factors"]})
 
-    def to_bytes(self) -> bytes:
-        """A safetensors file; ``from_bytes`` reads it."""
+    def to_bytes(self, notes: Mapping[str, Any] | None = None) -> bytes:
+        """A safetensors file; ``from_bytes`` reads it.
+
+        Args:
+            notes: JSON that goes with it, for ``notes_of``.
+        """
         tensors = {f"{name}/{path}": np.ascontiguousarray(array) for name, part in self.parts.items() for path, array in part.items()}
         told = {"config": dataclasses.asdict(self.config)} | {name: getattr(self, name) for name in ("count", "steps", "skipped")}
-        return safetensors.numpy.save(tensors, {"training_state": json.dumps(told)})
+        return safetensors.numpy.save(tensors, {"training_state": json.dumps(told), "notes": json.dumps(dict(notes or {}))})
 
     @classmethod
     def from_bytes(cls, data: bytes, what: str) -> "Held":
@@ -69,8 +73,7 @@ class Held:
             UserError: it is something else.
         """
         try:
-            size = int.from_bytes(data[:8], "little")
-            told = json.loads(json.loads(data[8 : 8 + size])["__metadata__"]["training_state"])
+            told = json.loads(_metadata(data)["training_state"])
             tensors = safetensors.numpy.load(data)
         except (ValueError, KeyError, TypeError, safetensors.SafetensorError) as reason:
             raise UserError(f"{what} is no training state of mint_jax ({reason}): give a file that it wrote") from None
@@ -80,6 +83,15 @@ class Held:
             part, path = name.split("/", 1)
             parts.setdefault(part, {})[path] = array
         return cls(AdapterConfig(**config | {"targets": tuple(config["targets"])}), parts, **told)
+
+
+def notes_of(data: bytes) -> dict[str, Any]:
+    """The notes that ``Held.to_bytes`` was given."""
+    return json.loads(_metadata(data)["notes"])
+
+
+def _metadata(data: bytes) -> dict[str, str]:
+    return json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
 
 
 def fresh(base_specs: Any, config: AdapterConfig, seed: int) -> Held:

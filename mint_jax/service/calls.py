@@ -1,0 +1,126 @@
+"""What the journal keeps of a training request, and of its result: a name and bytes, from which the call is made again after a restart.
+
+Arrays of all data stand behind each other in a safetensors file, whose metadata has the rest as JSON.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+
+from mint_jax.errors import UserError
+from mint_jax.lora.tree import AdapterConfig
+from mint_jax.service.training import Trained
+from mint_jax.train.blocks import Datum
+from mint_jax.train.losses import LossCoefs
+from mint_jax.train.state import OptimizerConfig
+
+ARRAYS = ("tokens", "targets", "weights", "advantages", "old_logp", "routes")
+
+
+@dataclasses.dataclass(frozen=True)
+class Create:
+    """Takes a policy into training with a fresh adapter."""
+
+    config: AdapterConfig
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ForwardBackward:
+    """See ``training.Training.forward_backward``."""
+
+    data: Sequence[Datum]
+    loss: LossCoefs
+    backward: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Optim:
+    """See ``training.Training.optim``."""
+
+    numbers: OptimizerConfig
+
+
+Call = Create | ForwardBackward | Optim
+
+
+def encode(call: Call) -> tuple[str, bytes]:
+    """The call's name and body."""
+    if isinstance(call, Create):
+        return "create", _json({"config": dataclasses.asdict(call.config), "seed": call.seed})
+    if isinstance(call, Optim):
+        return "optim", _json(dataclasses.asdict(call.numbers))
+    told = {"loss": [float(x) for x in call.loss], "backward": call.backward}
+    return "forward_backward", _packed(told, {name: [getattr(d, name) for d in call.data] for name in ARRAYS})
+
+
+def decode(name: str, body: bytes) -> Call:
+    """The call that ``encode`` was given.
+
+    Raises:
+        UserError: there is no such call.
+    """
+    if name == "create":
+        told = json.loads(body)
+        config = told["config"]
+        return Create(AdapterConfig(**config | {"targets": tuple(config["targets"])}), told["seed"])
+    if name == "optim":
+        return Optim(OptimizerConfig(**json.loads(body)))
+    if name != "forward_backward":
+        raise UserError(f"there is no training request {name!r}: the journal is of another version of mint_jax")
+    told, columns = _unpacked(body)
+    kind, low, high, kl_kind, *others = told["loss"]
+    loss = LossCoefs(int(kind), low, high, int(kl_kind), *others)  # type: ignore[arg-type]
+    data = [Datum(**dict(zip(columns, row))) for row in zip(*columns.values(), strict=True)]  # type: ignore[arg-type]
+    return ForwardBackward(data, loss, told["backward"])
+
+
+def encode_result(result: Any) -> bytes:
+    """Bytes of what a call gave: ``Trained``, or numbers by name."""
+    if isinstance(result, Trained):
+        return b"t" + _packed({"loss": result.loss}, {"logprobs": result.logprobs})
+    return b"j" + _json(result)
+
+
+def decode_result(body: bytes) -> Any:
+    """What ``encode_result`` was given."""
+    if body[:1] == b"j":
+        return json.loads(body[1:])
+    told, columns = _unpacked(body[1:])
+    return Trained(columns["logprobs"], told["loss"])
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def _packed(told: Mapping[str, Any], columns: Mapping[str, Sequence[np.ndarray | None]]) -> bytes:
+    """One file of the arrays of all rows; an array that a row does not have has no shape."""
+    tensors, shapes = {}, {}
+    for name, arrays in columns.items():
+        there = [array for array in arrays if array is not None]
+        if there:
+            tensors[name] = np.concatenate([np.ascontiguousarray(array).reshape(-1) for array in there])
+            shapes[name] = [None if array is None else array.shape for array in arrays]
+    return safetensors.numpy.save(tensors, {"told": json.dumps([told, shapes])})
+
+
+def _unpacked(body: bytes) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """What ``_packed`` was given; the rows' arrays are views of one."""
+    size = int.from_bytes(body[:8], "little")
+    told, shapes = json.loads(json.loads(body[8 : 8 + size])["__metadata__"]["told"])
+    columns: dict[str, list[Any]] = {}
+    for name, flat in safetensors.numpy.load(body).items():
+        start, columns[name] = 0, []
+        for shape in shapes[name]:
+            if shape is None:
+                columns[name].append(None)
+                continue
+            end = start + int(np.prod(shape))
+            columns[name].append(flat[start:end].reshape(shape))
+            start = end
+    return told, columns

@@ -1,0 +1,287 @@
+"""Training that survives its process: accepted requests are in the journal before anyone hears of them, and states are kept as snapshots.
+
+    submit ─→ futures (journal) ─→ executor's thread ─→ training (the loop's) ─→ finisher's thread ─→ futures (journal) ─→ wait
+                                                                                         └─→ snapshots
+
+A snapshot is one policy's state, pending gradients and all, between two of its requests; with it stands the place in the journal up to
+which it has everything. After a restart every policy has the state of its snapshot, and what was done behind it is done again in the
+same order: then its state is what it was, but for the order of float32 sums, since the requests of others that it shared a step with
+may be others now. Nothing that was accepted is lost, and nothing runs twice as far as a client can see.
+"""
+
+import collections
+import dataclasses
+import queue
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from mint_jax import files
+from mint_jax.digest import blake3_of
+from mint_jax.errors import UserError
+from mint_jax.service import calls
+from mint_jax.service.calls import Call
+from mint_jax.service.futures import Futures
+from mint_jax.service.table import Category, Done, Failed, Outcome, Request
+from mint_jax.service.training import Training
+from mint_jax.train import held as held_lib
+from mint_jax.train.held import Held
+
+LOOK_S = 0.5  # how long the executor's thread sleeps where nothing wakes it: it looks whether it is to end
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """A policy's state, and the place of the journal up to which it has everything."""
+
+    model: str
+    place: int
+    held: Held
+
+    def write(self, folder: Path) -> None:
+        """One file for each policy, replaced whole; on the disk when this returns."""
+        data = self.held.to_bytes({"model": self.model, "place": self.place})
+        files.write_file(path_of(folder, self.model), bytes.fromhex(blake3_of(data)) + data)
+
+    @classmethod
+    def read(cls, path: Path) -> "Snapshot":
+        """What ``write`` wrote.
+
+        Raises:
+            UserError: the file is damaged.
+        """
+        data = path.read_bytes()
+        digest, data = data[:32].hex(), data[32:]
+        if blake3_of(data) != digest:
+            raise UserError(f"{path} is damaged: its digest is not {digest}; restore it, or delete it to give the policy up")
+        notes = held_lib.notes_of(data)
+        return cls(notes["model"], notes["place"], Held.from_bytes(data, str(path)))
+
+
+def path_of(folder: Path, model: str) -> Path:
+    """Where a policy's snapshot lies: names are anything, and files' are not."""
+    return folder / f"{blake3_of(model.encode())[:32]}.safetensors"
+
+
+@dataclasses.dataclass(eq=False)
+class _Policy:
+    """What the threads know of one policy.
+
+    Attributes:
+        running: what was handed to training and has not been finished, in order, with its outcome once there is one.
+        held_back: what waits for a snapshot to be taken.
+        since, at: updates since the last snapshot, and when that was.
+    """
+
+    running: collections.deque[list[Any]] = dataclasses.field(default_factory=collections.deque)
+    held_back: collections.deque[Request] = dataclasses.field(default_factory=collections.deque)
+    wanted: bool = False
+    since: int = 0
+    at: float = 0.0
+
+
+class Durable:
+    """Training requests over a folder: ``journal`` and ``states`` in it.
+
+    Args:
+        folder: of one server.
+        training: the loop's; nobody else trains its policies.
+        every: updates of a policy between two snapshots.
+        every_s: seconds after which one is taken at its next request's end all the same.
+        clock: monotonic seconds.
+        futures: options of ``Futures``.
+
+    Attributes:
+        futures: ids, results and what is kept of them.
+        restored: policies that were there when it was opened, and how many requests each runs again or at last.
+
+    Raises:
+        JournalBusy, JournalDamaged, JournalFailed, UserError: see ``Futures``; a snapshot is damaged.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        training: Training,
+        every: int = 16,
+        every_s: float = 60.0,
+        clock: Any = time.monotonic,
+        **futures: Any,
+    ):
+        if every < 1 or every_s <= 0:
+            raise UserError(f"every is {every} and every_s {every_s}; expected an update at least, and seconds above 0")
+        self.training, self.every, self.every_s, self._clock = training, every, every_s, clock
+        self.states = folder / "states"
+        found = [Snapshot.read(path) for path in sorted(self.states.glob("*.safetensors"))]
+        self.futures = Futures(folder / "journal", {s.model: s.place for s in found}, **futures)
+        self.restored = [snapshot.model for snapshot in found]
+        for snapshot in found:
+            training.do(snapshot.model, lambda live, s=snapshot: live.join(s.model, s.held))
+        self._policies: collections.defaultdict[str, _Policy] = collections.defaultdict(lambda: _Policy(at=clock()))
+        self._lock = threading.Lock()  # of the policies
+        self._ends: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._closing = False
+        self.failed: BaseException | None = None
+        self._threads = [threading.Thread(target=run, name=name, daemon=True) for name, run in self._jobs().items()]
+        for thread in self._threads:
+            thread.start()
+
+    def _jobs(self) -> dict[str, Any]:
+        return {"executor": self._execute, "finisher": self._finish_all}
+
+    # -- the doors, from any thread
+
+    def submit(self, model: str, seq_id: int, call: Call, wait_s: float | None = 0.0) -> str:
+        """The id of a request, which is not lost from now on. See ``Futures.submit``.
+
+        Raises:
+            Conflict, Gone, Overloaded, JournalFailed: as there.
+            UserError: the server has failed or is being closed.
+        """
+        if self.failed is not None or self._closing:
+            raise UserError(f"this server takes no more requests: {self.failed or 'it is being closed'}")
+        name, body = calls.encode(call)
+        return self.futures.submit(model, seq_id, name, body, wait_s=wait_s)
+
+    def result(self, id: str, timeout_s: float = 0.0) -> Any:
+        """What a call gave; None while it has not ended.
+
+        Raises:
+            UserError: the call failed by a mistake of its caller.
+            RuntimeError: it failed otherwise.
+            Gone: no such id, or the result is no longer kept.
+        """
+        outcome = self.futures.wait(id, timeout_s)
+        if isinstance(outcome, Failed):
+            raise (UserError if outcome.category == Category.USER else RuntimeError)(outcome.error)
+        return None if outcome is None else calls.decode_result(outcome.result)
+
+    def forget(self, model: str) -> None:
+        """Ends a policy: its state, its snapshot, its requests and their results are gone."""
+        self.futures.forget(model)
+        with self._lock:
+            self._policies.pop(model, None)
+        path_of(self.states, model).unlink(missing_ok=True)
+
+        def leave(live: Any) -> None:
+            if model in live:
+                live.leave(model)
+
+        self.training.do(model, leave)
+
+    def close(self) -> None:
+        """Ends the threads. What training has not ended runs again when this is opened next."""
+        self._closing = True
+        self._ends.put(None)
+        for thread in self._threads:
+            thread.join()
+        self.futures.close()
+
+    # -- the executor's thread: requests to training
+
+    def _execute(self) -> None:
+        try:
+            while not self._closing and self.failed is None:
+                if (request := self.futures.take(LOOK_S)) is not None:
+                    with self._lock:
+                        policy = self._policies[request.model]
+                        if policy.wanted:
+                            policy.held_back.append(request)
+                        else:
+                            self._start(policy, request)
+        except BaseException as failure:
+            self._fail(failure)
+
+    def _start(self, policy: _Policy, request: Request) -> None:
+        """Hands a request to training; the finisher hears of its end."""
+        running: list[Any] = [request, None]
+        policy.running.append(running)
+        try:
+            future = self._asked(request, calls.decode(request.call, request.body))
+        except UserError as reason:
+            future = Future()
+            future.set_exception(reason)
+        future.add_done_callback(lambda future: self._ends.put((request.model, running, future)))
+
+    def _asked(self, request: Request, call: Call) -> "Future[Any]":
+        model, training = request.model, self.training
+        if isinstance(call, calls.ForwardBackward):
+            return training.forward_backward(model, call.data, call.loss, model, call.backward)
+        if isinstance(call, calls.Optim):
+            return training.optim(model, call.numbers, model)
+
+        def create(live: Any) -> dict[str, Any]:
+            live.join(model, held_lib.fresh(live.specs, call.config, call.seed))
+            return {}
+
+        return training.do(model, create, model)
+
+    # -- the finisher's thread: results and snapshots to the disk
+
+    def _finish_all(self) -> None:
+        try:
+            while (what := self._ends.get()) is not None:
+                if isinstance(what[1], Snapshot):
+                    self._keep(*what)
+                else:
+                    self._note(*what)
+        except BaseException as failure:
+            self._fail(failure)
+
+    def _note(self, model: str, running: list[Any], future: "Future[Any]") -> None:
+        """Finishes what has ended of a policy, in its order, and takes a snapshot where one is due."""
+        running[1] = future
+        with self._lock:
+            policy = self._policies[model]
+            ended = []
+            while policy.running and policy.running[0][1] is not None:
+                ended.append(policy.running.popleft())
+            for request, done in ended:
+                policy.since += request.call == "optim" or request.call == "create"
+                if not isinstance(done.exception(), (UserError, OSError, type(None))):
+                    raise done.exception()  # nobody's mistake: what is not finished runs again when the journal is opened next
+        for request, done in ended:
+            self.futures.finish(request.id, outcome_of(done))
+        with self._lock:
+            due = policy.since >= self.every or (policy.since and self._clock() - policy.at >= self.every_s)
+            policy.wanted = policy.wanted or bool(due)
+            if not policy.wanted or policy.running:
+                return
+            self._take_snapshot(model, policy)
+            policy.wanted, policy.since, policy.at = False, 0, self._clock()
+            while policy.held_back:
+                self._start(policy, policy.held_back.popleft())
+
+    def _keep(self, policy: _Policy, snapshot: Snapshot) -> None:
+        """Writes a snapshot, unless its policy was forgotten meanwhile: what stood there again would come back with a restart."""
+        snapshot.write(self.states)
+        with self._lock:
+            if self._policies.get(snapshot.model) is not policy:
+                path_of(self.states, snapshot.model).unlink(missing_ok=True)
+                return
+        self.futures.snapshot(snapshot.model, snapshot.place)
+        self.futures.expire()
+
+    def _take_snapshot(self, model: str, policy: _Policy) -> None:
+        """Asks for the state between what has ended and what is to be started: nothing of the policy is under way."""
+        place = self.futures.place(model)
+
+        def told(future: "Future[Any]") -> None:
+            if future.exception() is None:
+                self._ends.put((policy, Snapshot(model, place, future.result())))
+
+        self.training.do(model, lambda live: live.held(model), model).add_done_callback(told)
+
+    def _fail(self, failure: BaseException) -> None:
+        self.failed = failure
+        self.training.close(failure)
+
+
+def outcome_of(future: "Future[Any]") -> Outcome:
+    """How a request ended, as the journal keeps it."""
+    reason = future.exception()
+    if reason is None:
+        return Done(calls.encode_result(future.result()))
+    return Failed(str(reason), Category.USER if isinstance(reason, UserError) else Category.SERVER)
