@@ -261,6 +261,24 @@ def test_segments_go_when_all_is_settled_and_their_numbers_stay_known(folder, me
                 futures.wait(ids[49])
 
 
+def test_numbers_that_were_settled_before_earlier_ones_stay_known(folder):
+    """Number 2 arrived first and is deleted; 1, which arrived later, still has a result that somebody may ask for."""
+    with Futures(folder, segment_bytes=300) as futures:
+        two, one = (futures.submit("m", n, "step", bytes(200)) for n in (2, 1))
+        run_all(futures)
+        assert futures.wait(two, 30) == Done(b"done")
+        futures.acknowledge([two])
+        place = futures.place("m")
+        futures.snapshot("m", place)
+        assert futures.trim() == 1
+    with Futures(folder, {"m": place}, segment_bytes=300) as futures:
+        assert futures.wait(one) == Done(b"done")
+        with pytest.raises(Gone, match="request 2 of 'm' has run"):
+            futures.submit("m", 2, "step", bytes(200))
+        futures.submit("m", 3, "step", b"")
+        assert run_all(futures) == [("m", 3, False)], "nothing waits for 2"
+
+
 def test_a_model_that_is_forgotten_holds_nothing(folder):
     with Futures(folder, segment_bytes=1000) as futures:
         ids = fill(futures, "m", 30)
