@@ -88,6 +88,7 @@ RUNS = (
     Run("catalog_scale", "bench/catalog_scale.py:million", 9, pictures=(("catalog_scale.png", "catalog_scale.png"),)),
     Run("switch", "bench/switch.py", 2),
     Run("journal", "bench/journal.py", 2),
+    Run("service", "bench/service.py", 10),
     Run("revision_stores", "bench/revision_stores.py", 3),
     Run(
         "catalog_against_mlflow",

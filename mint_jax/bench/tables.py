@@ -217,6 +217,20 @@ ROWS = [
         ),
     ),
     *_bench(
+        "service",
+        (
+            "a round of training of 1, 4 and 8 tenants ({tokens_a_round|count} tokens each, and an update), CPU time: one tenant after the "
+            "other / all at once",
+            "{cpu_ratio_1|times}, {cpu_ratio_4|times}, {cpu_ratio_8|times}",
+        ),
+        ("a tenant's rounds beside another that floods / alone, 95th percentile", "{flood_p95_ratio|times}"),
+        (
+            "rows that decode wait for a slice of training, median and 99th percentile; asked for at most {gap_bound_ms|count} ms",
+            "{gap_p50_ms|count} ms, {gap_p99_ms|count} ms",
+        ),
+        ("resident memory of a tenant without a slot over its adapter and moments; failed requests", "{rss_a_tenant}; {errors}"),
+    ),
+    *_bench(
         "packed_load",
         (
             "a rank-1 adapter of Qwen3-30B-A3B's experts from file to device slot: {tensors.unpacked|count} tensors of a PEFT file, "

@@ -26,6 +26,7 @@ BENCHES = (
     "engine",
     "active_wave",
     "journal",
+    "service",
 )
 
 
