@@ -35,7 +35,7 @@ host.use_compilation_cache(base_lib.cache_dir() / "compiled-tests")
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # files share their bases, and most programs are small
 jax.devices()  # reads XLA_FLAGS once and for all: tests change the variable for processes that they start
 
-LIGHT = {"catalog", "data", "envs", "bench", "aot"}  # folders whose files take seconds
+LIGHT = {"catalog", "data", "envs", "bench", "aot", "service"}  # folders whose files take seconds
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

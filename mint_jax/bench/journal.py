@@ -88,13 +88,13 @@ class _Rows:
 
 
 def _clients(side: _Journal | _Rows, threads: int, requests: int) -> tuple[float, float]:
-    """Seconds, and seconds of CPU, a request, of so many clients that share the requests."""
+    """Seconds, and seconds of CPU, a request, of so many clients with so many requests each."""
     side.prepare()
     errors: list[BaseException] = []
 
     def work(number: int) -> None:
         try:
-            side.client(number, requests // threads)
+            side.client(number, requests)
         except BaseException as error:
             errors.append(error)
 
@@ -107,7 +107,7 @@ def _clients(side: _Journal | _Rows, threads: int, requests: int) -> tuple[float
     seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
     if errors:
         raise errors[0]
-    count = requests // threads * threads
+    count = requests * threads
     return seconds / count, cpu / count
 
 
@@ -153,7 +153,8 @@ def _measure(sides: dict[str, _Journal | _Rows], threads: int, config: Any) -> d
 
     def call(name: str) -> Callable[[], None]:
         def measured() -> None:
-            a, b = _clients(sides[name], threads, max(threads, config.requests[name]))
+            fewer = config.rows // threads if name == "sqlite" else config.requests
+            a, b = _clients(sides[name], threads, max(1, min(config.requests, fewer)))
             seconds[name].append(a)
             cpu[name].append(b)
 

@@ -197,7 +197,10 @@ class Futures:
         return outcome
 
     def delivered(self, id: str) -> None:
-        """Says that the outcome has arrived at the client: from now on it is kept for ``keep_s`` only."""
+        """Says that the outcome has arrived at the client: from now on it is kept for ``keep_s`` only.
+
+        The journal learns of it with its next write; what a crash makes it forget is kept until it is delivered again.
+        """
         with self._lock:
             entry = self._ids.get(id)
             if entry is None or entry.released:
@@ -206,7 +209,7 @@ class Futures:
             entry.delivered_at = self._clock()
             self._delivered[id] = entry
             self._delivered.move_to_end(id)
-            self._journal.append(encode(Record(Kind.DELIVERED, entry.delivered_at, id)), bounded=False)
+            self._journal.append(encode(Record(Kind.DELIVERED, entry.delivered_at, id)), bounded=False, lazy=True)
 
     def acknowledge(self, ids: Iterable[str]) -> None:
         """Says that the client has these outcomes and will not ask again. Unknown ids are fine: they were acknowledged before.
@@ -219,7 +222,7 @@ class Futures:
             for entry in entries:
                 self._must_have_ended(entry)
             for entry in entries:
-                self._journal.append(encode(Record(Kind.ACKNOWLEDGED, self._clock(), entry.id)), bounded=False)
+                self._journal.append(encode(Record(Kind.ACKNOWLEDGED, self._clock(), entry.id)), bounded=False, lazy=True)
                 self._release(entry)
 
     def expire(self) -> int:

@@ -99,7 +99,7 @@ class Journal:
     """One journal, open for writing; all of it may be called from any thread.
 
     Args:
-        folder: is made where it is missing. The folder above must be there, and on the disk.
+        folder: is made where it is missing. Of what is made above it, only the nearest is sure to outlast a loss of power.
         segment_bytes: of a file at most, unless one record alone is larger.
         queue_bytes: that may wait to be written; a record that would exceed this waits or is refused.
 
@@ -122,11 +122,13 @@ class Journal:
         self._releasing = threading.Lock()
         self._queue: collections.deque[tuple[Ticket, bytes, bytes]] = collections.deque()
         self._queued = 0  # bytes, those that are being written among them
+        self._hasty = False  # somebody waits for what is queued
         self._last: Ticket | None = None
         self._failed: JournalFailed | None = None
         self._group_s = 0.01
         with self._told("open"):
             folder.mkdir(parents=True, exist_ok=True)
+            _sync_folder(folder.parent)
             self._guard = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             self._take_lock()
@@ -146,7 +148,9 @@ class Journal:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def append(self, payload: bytes, *, checksum: int | None = None, wait_s: float | None = 0.0, bounded: bool = True) -> Ticket:
+    def append(
+        self, payload: bytes, *, checksum: int | None = None, wait_s: float | None = 0.0, bounded: bool = True, lazy: bool = False
+    ) -> Ticket:
         """Queues a record and returns at once where there is room; its ticket is resolved when it is on the disk.
 
         Records lie in the order of the calls.
@@ -155,6 +159,7 @@ class Journal:
             checksum: the payload's CRC-32, where the caller has made it already, outside of a lock of its own.
             wait_s: seconds to wait for room; 0 refuses at once, None waits however long it takes.
             bounded: whether a full queue counts; for small notes of work that was accepted long ago it need not.
+            lazy: the record is worth no sync of its own: it goes with the next one, or with ``flush`` or ``close``.
 
         Raises:
             Overloaded: there was no room.
@@ -177,7 +182,8 @@ class Journal:
             self._queue.append((ticket, FRAME.pack(len(payload), checksum, placed), payload))
             self.end, self._last = ticket.end, ticket
             self._queued += size
-            self._work.notify()
+            if not lazy or self._queued > GROUP:
+                self._hurry()
         return ticket
 
     def wait_for_room(self, nbytes: int, wait_s: float | None) -> None:
@@ -193,6 +199,8 @@ class Journal:
         """
         with self._lock:
             last, end = self._last, self.end
+            if self._queue:
+                self._hurry()
         return end if last is None else last.result()
 
     def records(self) -> Iterator[Found]:
@@ -272,6 +280,10 @@ class Journal:
             raise JournalFailed(str(self._failed))
         if self._guard < 0:
             raise JournalFailed(f"journal {self.folder} is closed: open it again")
+
+    def _hurry(self) -> None:
+        self._hasty = True
+        self._work.notify()
 
     def _fits(self, size: int) -> bool:
         return self._queued == 0 or self._queued + size <= self.queue_bytes
@@ -362,13 +374,14 @@ class Journal:
     def _next(self) -> list[tuple[Ticket, bytes, bytes]]:
         """What one write takes: all that is queued and goes into a segment; nothing once the journal is closed."""
         with self._lock:
-            self._work.wait_for(lambda: self._queue or self._guard < 0)
+            self._work.wait_for(lambda: (self._queue and self._hasty) or self._guard < 0)
             group: list[tuple[Ticket, bytes, bytes]] = []
             while self._queue:
                 end = self._queue[0][0].end
                 if group and (end - group[0][0].start > GROUP or end - self._segment_for(group[0][0]) > self.segment_bytes):
                     break
                 group.append(self._queue.popleft())
+            self._hasty = bool(self._queue)
             return group
 
     def _segment_for(self, ticket: Ticket) -> int:

@@ -107,6 +107,25 @@ def test_many_records_share_a_sync(tmp_path, monkeypatch):
         monkeypatch.undo()
 
 
+def test_a_lazy_record_waits_for_company(tmp_path):
+    with Journal(tmp_path / "journal") as journal:
+        notes = [journal.append(b"note", lazy=True) for _ in range(3)]
+        time.sleep(0.05)
+        assert not any(note.done() for note in notes)
+        journal.append(b"record").result(30)
+        assert all(note.done() for note in notes), "they lie before it"
+        note = journal.append(b"flushed", lazy=True)
+        assert journal.flush() == note.result(0)
+        journal.flush()
+        note = journal.append(b"closed", lazy=True)
+        time.sleep(0.05)
+        assert not note.done(), "a flush of nothing hurries nobody later"
+        large = journal.append(bytes(journal_lib.GROUP), lazy=True)
+        assert large.result(30) == journal.end, "not too many wait"
+        journal.append(b"the last", lazy=True)
+    assert contents(tmp_path / "journal")[-3:] == [b"closed", bytes(journal_lib.GROUP), b"the last"]
+
+
 def test_segments_are_bounded_and_deleted_from_the_front(tmp_path, rng):
     wanted = payloads(rng, 200)
     with Journal(tmp_path / "journal", segment_bytes=400) as journal:
