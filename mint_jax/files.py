@@ -34,8 +34,18 @@ def write_file(target: Path, data: str | bytes, *, replace: bool = True) -> None
             os.replace(staging, target)
         else:
             os.link(staging, target)  # unlike a rename it replaces nothing that appeared meanwhile
+        sync_folder(target.parent)
     finally:
         staging.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """What was made, renamed or removed in a folder is so on the disk when this returns."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 @contextlib.contextmanager

@@ -26,10 +26,10 @@ BLOCK = re.compile(r"^```(?P<kind>[^\n]*)\n(?P<text>.*?)^```$", re.M | re.S)
 SMALLER = {"smollm2-135m-instruct": "tiny-random", '"steps": 20': '"steps": 2', ".venv/bin/python": sys.executable}
 
 
-def blocks(page: str) -> list[tuple[str, str]]:
+def blocks(page: str, smaller: dict[str, str] = SMALLER) -> list[tuple[str, str]]:
     """(what stands behind the fence, text) of each fenced block, with less to do."""
     text = (ROOT / page).read_text()
-    for long, short in SMALLER.items():
+    for long, short in smaller.items():
         assert long in text, f"{page} has no {long!r}"
         text = text.replace(long, short)
     return [(found["kind"], found["text"]) for found in BLOCK.finditer(text)]
@@ -118,6 +118,15 @@ def test_the_commands_of_the_catalogs_page(tmp_path, rng):
         assert catalog.resolve("other").digest == catalog.resolve("chat@1").digest
         assert catalog.resolve("chat@serving").number == 2
     assert (tmp_path / "OUT/adapter_config.json").is_file()
+
+
+@pytest.mark.long
+def test_the_example_of_the_services_page(tmp_path):
+    code = "\n".join(text for kind, text in blocks("docs/service.md", {"smollm2-135m-instruct": "tiny-random"}) if kind == "python")
+    env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "grad_norm" in done.stdout
 
 
 @pytest.mark.slow  # minutes: a real base compiled for four chips

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mint_jax.errors import UserError
-from mint_jax.files import write_file
+from mint_jax.files import sync_folder, write_file
 
 MAGIC = b"mint-journal/1\n\0"
 HEADER = struct.Struct("<16sQQI")
@@ -128,7 +128,7 @@ class Journal:
         self._group_s = 0.01
         with self._told("open"):
             folder.mkdir(parents=True, exist_ok=True)
-            _sync_folder(folder.parent)
+            sync_folder(folder.parent)
             self._guard = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             self._take_lock()
@@ -251,7 +251,7 @@ class Journal:
             while self.releases(place):
                 with self._told("delete"):
                     self._path(self._firsts[0]).unlink()
-                    _sync_folder(self.folder)  # so that after a loss of power no gap lies between those that are left
+                    sync_folder(self.folder)  # so that after a loss of power no gap lies between those that are left
                 with self._lock:
                     self._firsts.pop(0)
                 deleted += 1
@@ -350,7 +350,7 @@ class Journal:
     def _create(self, first: int) -> int:
         path = self._path(first)
         write_file(path, _header(first, first), replace=False)
-        _sync_folder(self.folder)
+        sync_folder(self.folder)
         return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
     def _note(self, handle: int, first: int, synced: int) -> None:
@@ -463,11 +463,3 @@ def _write(handle: int, data: bytes, offset: int) -> None:
     while view:
         done = os.pwrite(handle, view, offset)
         view, offset = view[done:], offset + done
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

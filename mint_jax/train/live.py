@@ -113,7 +113,7 @@ class Live:
         base: the resident base; read, never written.
         slots: of each rank bucket, a power of two, how many policies are on the device at once.
         targets: what policies may adapt; every slot has room for all of it.
-        shapes: of the steps there are.
+        shapes: of the steps there are; blocks are added until a mesh splits their rows evenly.
         remat: what the backward pass keeps, a key of ``transformer.REMAT``.
         host_bytes: of states in host memory; beyond them the ones not used for longest are written to files.
         folder: for these files; None keeps all in memory.
@@ -142,7 +142,9 @@ class Live:
             raise UserError(f"slots is {dict(slots)}; expected numbers of slots by rank, ranks that are powers of two")
         if not shapes or any(min(shape) < 1 for shape in shapes) or all(shape.width > 1 for shape in shapes):
             raise UserError(f"shapes is {list(shapes)}; expected sizes of at least 1, one of them for plain targets")
-        self.base, self.shapes, self.remat = base, tuple(sorted(shapes, key=lambda s: s.size)), remat
+        # The mesh splits rows: of a shape with fewer blocks than it has parts for them there are more.
+        even = [shape._replace(blocks=_round_up(shape.blocks, shape.rows, base.row_multiple)) for shape in shapes]
+        self.base, self.shapes, self.remat = base, tuple(sorted(dict.fromkeys(even), key=lambda s: s.size)), remat
         self.specs = transformer.abstract(base.cfg)
         self.targets = lora_tree.spelled_out(AdapterConfig(1, targets=tuple(targets)), self.specs).targets
         self.slots = dict(sorted(slots.items()))
@@ -465,6 +467,11 @@ class Live:
                 one = _read(stack, np.int32(0))
                 self.state[bucket] = _write(stack, np.int32(0), jax.device_get(one), cfg=self.base.cfg)
         self.state = dict(sorted(self.state.items()))
+
+
+def _round_up(blocks: int, rows: int, parts: int) -> int:
+    """The fewest blocks from ``blocks`` on whose rows fall into ``parts`` equal parts."""
+    return next(n for n in range(blocks, blocks + parts) if n * rows % parts == 0)
 
 
 @functools.partial(jax.jit, static_argnames=("cfg", "slots", "targets"))

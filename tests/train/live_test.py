@@ -11,14 +11,18 @@ from mint_jax import params as params_lib
 from mint_jax.compiling import compilations
 from mint_jax.errors import UserError
 from mint_jax.lora import tree
-from mint_jax.lora.tree import AdapterConfig
+from mint_jax.lora.tree import AdapterConfig, AdapterStack
+from mint_jax.mesh import make_mesh
+from mint_jax.models import base as base_lib
 from mint_jax.models import transformer
 from mint_jax.train import held as held_lib
+from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.blocks import BlockShape, Datum, Work
 from mint_jax.train.held import Held, Spilled
 from mint_jax.train.live import Live
 from mint_jax.train.losses import KINDS, LossCoefs
 from mint_jax.train.state import OptimizerConfig
+from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 from tests import oracles
 from tests.train.step_test import MODULES
 
@@ -39,6 +43,7 @@ LOSSES = {  # as a client of Tinker states them: absolute bounds, and beta of DR
     "gspo": (0.9, 1.3, 0.0),
     "dro": (0.0, np.inf, 0.3),
 }
+FAMILIES = ["llama", pytest.param("qwen3_moe", marks=pytest.mark.long), pytest.param("deepseek_v3", marks=pytest.mark.long)]
 EPS = 1e-5  # of AdamW: well above float32 noise in gradients, so that an entry near zero does not turn noise into a whole step
 
 
@@ -246,13 +251,15 @@ def test_what_is_warm_compiles_nothing_for_any_tenant(rng, live_of):
 
 
 @pytest.mark.parametrize("how", ["rate", "weights"])
-def test_a_tenant_that_diverges_leaves_the_others_bits(how, rng, live_of):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tenant_that_diverges_leaves_the_others_bits(family, how, rng, tiny_base):
     """By a learning rate that makes its adapter infinite, or weights that make its gradient so; beside it in every step."""
-    data = {name: [random_data(rng, "cross_entropy") for _ in range(2)] for name in "ab"}
-    states = {name: random_state(np.random.default_rng(5), live_of().base, CONFIGS[name]) for name in "ab"}
+    data, base = {name: [random_data(rng, "cross_entropy") for _ in range(2)] for name in "ab"}, tiny_base(family)
+    config = AdapterConfig(3, 6.0, (tree.ALL_LINEAR,))
+    states = {name: random_state(rng, base, config) for name in "ab"}
 
     def trained(wild):
-        live = live_of(shapes=SHAPES[1:2])
+        live = Live(base, {4: 2}, shapes=SHAPES[1:2])
         for name, state in states.items():
             live.join(name, state)
         told = []
@@ -272,6 +279,56 @@ def test_a_tenant_that_diverges_leaves_the_others_bits(how, rng, live_of):
     jax.tree.map(np.testing.assert_array_equal, calm.held("b").parts, wild.held("b").parts)
     a = wild.held("a")
     assert a.skipped > 0 or not all(np.isfinite(x).all() for x in a.parts["factors"].values()), "else nothing diverged"
+
+
+def gradients(live, works):
+    for name in {work.policy for work in works}:
+        live.forget_gradients(name)
+    run(live, works)
+    return {name: live.held(name).parts["grad"] for name in {work.policy for work in works}}
+
+
+def assert_close(found, expected):
+    """Float32 sums in another order, relative to the largest."""
+    assert set(found) == set(expected)
+    for path, leaf in expected.items():
+        np.testing.assert_allclose(found[path], leaf, atol=1e-4 * max(np.abs(leaf).max(), 1e-3), err_msg=path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_its_gradients_are_those_of_a_job_s_trainer(family, rng, tiny_base):
+    """The job's trainer is compared with torch, family by family; experts are adapted too."""
+    base, config = tiny_base(family), AdapterConfig(3, 6.0, (tree.ALL_LINEAR,))
+    state = random_state(rng, base, config)
+    live, trainer = Live(base, {4: 1}, shapes=SHAPES), Trainer(base, [PolicyConfig("a", config, loss=LossConfig("cross_entropy"))])
+    live.join("a", state)
+    trainer.load_adapter("a", state.adapter())
+    texts = [rng.integers(3, 97, n).tolist() for n in (13, 7, 10)]
+    weights = [rng.normal(size=len(t) - 1).astype(np.float32) for t in texts]
+    data = [Datum(np.int32(t[:-1]), np.int32(t[1:]), w) for t, w in zip(texts, weights)]
+    found = gradients(live, [Work("a", data, coefs("cross_entropy"))])["a"]
+    trainer.forward_backward({"a": [Group([t[0]], [TrainSequence(t[1:], w.tolist())]) for t, w in zip(texts, weights)]})
+    summed = tree.read_slot(AdapterStack(trainer.state[4].grad_sum, np.ones(1, np.float32), 4), 0, 3)
+    assert_close(found, {path: np.asarray(leaf) for path, leaf in params_lib.leaves_with_path(summed)})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_mesh_of_eight_devices_gives_the_same(family, rng, hf_dirs, tiny_base):
+    """Shapes with fewer rows than the mesh splits them into get more blocks, and states come and go over all devices."""
+    mesh = make_mesh({"data": 2, "fsdp": 2, "expert": 2})
+    lives = [Live(base, {8: 2}, shapes=SHAPES) for base in (tiny_base(family), base_lib.load(str(hf_dirs(family)), mesh))]
+    assert sorted(lives[1].shapes) == sorted([(8, 1, 12, 1), (4, 2, 12, 1), (8, 1, 24, 1), (8, 1, 12, 4)])
+    states = {name: random_state(rng, lives[0].base, AdapterConfig(3, 6.0, ("o", "down"))) for name in "abc"}
+    data = {name: random_data(rng, "ppo") for name in "abc"}
+    found = []
+    for live in lives:
+        for name, state in states.items():
+            live.join(name, state)
+        works = [Work(name, data[name], coefs("importance_sampling")) for name in "abc"]
+        found.append((gradients(live, works), [w.logprobs for w in works]))
+    jax.tree.map(lambda one, many: np.testing.assert_allclose(many, one, atol=4e-5), found[0][1], found[1][1])  # sums over parts
+    for name in "abc":
+        assert_close(found[1][0][name], found[0][0][name])
 
 
 def test_a_bound_takes_the_largest_step_below_it(rng, live_of):
