@@ -158,7 +158,7 @@ from mint_jax import multihost
 from mint_jax.errors import UserError
 from mint_jax.mesh import make_mesh
 
-multihost.FORGET_EVERY = 4
+multihost.FORGET_EVERY = multihost.POSTS = 4
 multihost.join()
 me = multihost.index()
 seen = {"index": me, "count": multihost.count(), "devices": [len(jax.devices()), len(jax.local_devices())]}
@@ -188,6 +188,16 @@ back = multihost.to_host({"split": split, "rows": split[:5], "whole": whole["v"]
 seen["addressable"] = split.is_fully_addressable
 seen["equal"] = [np.array_equal(back["split"], values), np.array_equal(back["rows"], values[:5]), np.array_equal(back["whole"], values)]
 seen["local"] = back["local"].tolist()
+placed = multihost.place([values, values], [split.sharding, whole["v"].sharding])
+seen["placed"] = [np.array_equal(x, values) for x in multihost.to_host(placed)] + [placed[0].sharding == split.sharding]
+if me:
+    seen["taken"] = [list(multihost.take()) for _ in range(20)]
+    multihost.report("done", None)
+    multihost.report("not done", "it is broken")
+else:
+    for i in range(20):
+        multihost.post(bytes([i, 255]))
+    seen["heeded"] = [attempt(lambda: multihost.heed(name)) for name in ("done", "not done")]
 multihost.barrier("done")
 seen["parted"] = attempt(lambda: multihost.agree("left" if me else "right", lambda: 0))
 print(json.dumps(seen))
@@ -208,10 +218,13 @@ def test_two_processes_agree_and_share_arrays(tmp_path):
         assert not seen["addressable"]
         assert seen["equal"] == [True] * 3
         assert seen["local"] == [0, 1, 2]
+        assert seen["placed"] == [True] * 3
     assert main["failure"] == ["KeyError", "'gone'"]
     assert other["failure"] == ["RuntimeError", "process 0 failed at 'failure': 'gone'"]
     assert main["unsendable"][0] == "TypeError"
     assert "not JSON serializable" in other["unsendable"][1]
+    assert other["taken"] == [[i, 255] for i in range(20)]
+    assert main["heeded"] == [None, ["UserError", "process 1: it is broken"]]
     assert main["parted"] == 0
     assert other["parted"] == ["RuntimeError", "process 1 asks for 'left' where process 0 decided 'right': their programs differ"]
 

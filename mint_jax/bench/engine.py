@@ -6,7 +6,8 @@ same checkpoint (``torch_peer``, with its fastest options). ``ratio_prefill``: t
 ``ratio_continuous``: tokens a second on ragged lengths over those of a static loop, which stands for the one that this engine had
 before: requests are sorted by the length of their prompts and taken in groups of as many as there are rows; no group begins before
 the last row of the one before it has ended. Both run the same programs at the same number of rows. ``static_rows_busy`` is the share
-of the static loop's rows and steps that draw a token.
+of the static loop's rows and steps that draw a token. No request stops before its ``max_tokens``, by which the engine orders those that
+it is given at once: where completions stop earlier it knows less of them.
 
 ``ratio_prefix``: one request of n samples over n requests of other prompts of the same length, prompts and tokens together. No prompt
 is read twice in what compares prompts: each call has a tenant of its own, and tenants share nothing.

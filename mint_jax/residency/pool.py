@@ -5,7 +5,8 @@
     run(call)                                               rows of any number of adapters, in turns of as many as fit
 
 Which rows run together depends on the input alone, not on how fast anything loads. Of several processes each has all adapters in
-its host's memory, for loads would end at different steps there; a block's adapters then become stacks of their own.
+its host's memory, for scores and samples of a block are called in all of them, and a load has no leader there (``others``); a
+block's adapters then become stacks of their own.
 """
 
 import contextlib

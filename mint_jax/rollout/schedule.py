@@ -305,6 +305,11 @@ def longest_table(context: int) -> int:
     return RUN_PAGES * (-(-context // RUN) + 1)
 
 
+def own_pages(request: Request) -> int:
+    """Pages that one sample of a request has of its own at most."""
+    return pages_for(request.max_tokens, PAGE)
+
+
 def pages_needed(request: Request) -> int:
-    """Pages that one sample of a request takes at most."""
-    return pages_for(len(request.prompt) - 1, PAGE) + pages_for(request.max_tokens, PAGE)
+    """Pages that one sample of a request takes at most, its prompt's included."""
+    return pages_for(len(request.prompt) - 1, PAGE) + own_pages(request)

@@ -286,12 +286,12 @@ def test_plans_that_are_replayed_give_the_same_bits(llama, monkeypatch):
 
     for name in real:
         monkeypatch.setattr(device, name, kept(name))
-    engine = llama.engine(LARGE)
+    engine = llama.engine(4 * LARGE)  # all rows of all requests at once
     llama.expect(engine.generate(llama.asked, llama.stacks))
     assert engine.counts["preempted"] == 0, "else plans are not all"
     assert len(calls) == engine.counts["prefills"] + engine.counts["decodes"] > 4
     base = llama.base
-    pool = device.empty_pool(base.cfg, base.mesh, LARGE, base.dtype)
+    pool = device.empty_pool(base.cfg, base.mesh, engine.cache.pages, base.dtype)
     with jax.set_mesh(base.mesh):
         for name, plan, fixed, found in calls:
             pool, again = real[name](base.params, llama.stacks, pool, *plan, **fixed)

@@ -20,10 +20,10 @@ from mint_jax.catalog.packed import Schema, pack
 from mint_jax.digest import blake3_of
 from mint_jax.lora.tree import Slot
 from mint_jax.models import base as base_lib
-from mint_jax.rollout import plans
+from mint_jax.rollout import answers, plans
 from mint_jax.rollout.calls import RECORDS
 from mint_jax.rollout.pages import Pages
-from mint_jax.rollout.request import Request
+from mint_jax.rollout.request import Completion, Request
 from mint_jax.rollout.schedule import Prompt, Schedule
 from tests.laws.shardings_equal_test import save_checkpoint
 from tests.multihost_test import ROOT, together
@@ -314,6 +314,34 @@ def test_a_plan_is_the_same_in_the_message(rng):
         "deep": [None, "text", 1.5, (2, [odd[0]])],
     }
     assert same(messages.unpack(messages.pack(values), {}), {**values, "deep": [None, "text", 1.5, [2, [odd[0]]]]})
+
+
+def test_a_completion_is_the_same_in_the_message(rng):
+    drawn = rng.normal(size=5).astype(np.float32).tolist()
+    routes = {3: rng.integers(0, 8, (5, 2, 3)), 9: rng.integers(0, 8, (4, 2, 3))}
+    pairs = [[(1, drawn[0]), (2, drawn[1])], []]
+    rich = Completion(
+        [4, 5, 6, 7, 8],
+        drawn,
+        [-0.0, *drawn[1:]],
+        "stop",
+        "text",
+        routes[3],
+        routes[9],
+        "digest",
+        pairs,
+        [float("nan"), drawn[2]],
+        pairs,
+        [[], drawn],
+        pairs,
+        7,
+    )
+    for one in (rich, Completion([], [], [], "cancelled", None)):
+        numbers = {id(array): number for number, array in routes.items()}
+        found = answers.heard(messages.unpack(messages.pack(answers.told(one, numbers)), {}), routes)
+        assert found.routes is one.routes
+        assert found.prompt_routes is one.prompt_routes
+        assert repr(found) == repr(one), "NaN and -0 included"
 
 
 def same(x, y) -> bool:
