@@ -23,6 +23,7 @@ import jax
 import numpy as np
 import optax
 
+from mint_jax import multihost
 from mint_jax import params as params_lib
 from mint_jax.errors import UserError, choice
 from mint_jax.lora import tree as lora_tree
@@ -123,7 +124,7 @@ class Live:
         costs: seconds of a step by (shape, whether it is backward), as measured last.
 
     Raises:
-        UserError: a bucket that is no power of two, no shapes, a target that the base does not have.
+        UserError: a bucket that is no power of two, no shapes, a target that the base does not have; there are several processes.
     """
 
     def __init__(
@@ -138,6 +139,8 @@ class Live:
     ):
         if remat not in transformer.REMAT:
             raise choice("remat", remat, transformer.REMAT)
+        if (count := multihost.count()) > 1:
+            raise UserError(f"live training is of one process, here are {count}: start one over all its devices, or train by a job")
         if not slots or any(b != lora_tree.bucket_of(b) or n < 1 for b, n in slots.items()):
             raise UserError(f"slots is {dict(slots)}; expected numbers of slots by rank, ranks that are powers of two")
         if not shapes or any(min(shape) < 1 for shape in shapes) or all(shape.width > 1 for shape in shapes):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from mint_jax import multihost
 from mint_jax import params as params_lib
 from mint_jax.compiling import compilations
 from mint_jax.errors import UserError
@@ -406,6 +407,12 @@ def test_what_cannot_be_is_refused_by_name(call, message, rng, live_of):
     live.join("a", state)
     with pytest.raises(UserError, match=message):
         call(live, state)
+
+
+def test_several_processes_are_refused(live_of, monkeypatch):
+    monkeypatch.setattr(multihost, "count", lambda: 2)
+    with pytest.raises(UserError, match="live training is of one process, here are 2"):
+        live_of()
 
 
 def test_too_many_policies_or_targets_at_once_are_refused(rng, live_of):
