@@ -26,6 +26,7 @@ def get_config(size: str = "default") -> ConfigDict:
     config.gap_s = 0.5
     config.flood_rounds, config.flood_depth = 40, 8
     config.decode = ConfigDict({"rows": 8, "tokens": 64})
+    config.handoffs = 20
     config.memory_tenants = 8
     if size == "ci":
         config.base = "tiny-random"
@@ -36,6 +37,7 @@ def get_config(size: str = "default") -> ConfigDict:
         config.sequences, config.tokens = 1, 16
         config.flood_rounds, config.flood_depth = 4, 2
         config.decode.update({"rows": 2, "tokens": 24})
+        config.handoffs = 3
         config.memory_tenants = 2
     elif size != "default":
         raise ValueError(f"service size {size!r}; expected default or ci")

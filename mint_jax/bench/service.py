@@ -8,6 +8,8 @@
   (``gap_bound_ms``) and the cheapest slice there is, below which no bound helps (``gap_least_ms``). ``decode_share``: tokens drawn a
   second beside training over those without.
 - ``rss_a_tenant``: growth of resident memory for a tenant more than there are slots, over the bytes of its adapter and moments.
+- ``handoff_p50_ms``, ``handoff_p95_ms``: from the answer to an update to the first token that these weights draw: a snapshot of the
+  policy, its digest, its load into a slot and a prompt of 8 tokens. ``wrong_revisions``: answers that name another digest.
 - ``errors``: requests that failed.
 """
 
@@ -22,14 +24,19 @@ import numpy as np
 
 from mint_jax import host
 from mint_jax.bench import timing
+from mint_jax.catalog.packed import unpack
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.metrics import Progress
 from mint_jax.models.base import Base
+from mint_jax.residency.admission import Admission
+from mint_jax.residency.residency import Residency
+from mint_jax.residency.slots import DeviceSlots
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from mint_jax.service.calls import Call, Create, ForwardBackward, Optim
 from mint_jax.service.durable import Durable
 from mint_jax.service.loop import Loop
+from mint_jax.service.snapshots import Snapshots
 from mint_jax.train.blocks import BlockShape, Datum
 from mint_jax.train.live import NO_LOSS, Live
 from mint_jax.train.state import OptimizerConfig
@@ -197,6 +204,24 @@ def _gaps(config: Any, tenants: _Tenants, loop: Loop, names: Sequence[str]) -> d
     }
 
 
+def _handoff(config: Any, tenants: _Tenants, loop: Loop, snapshots: Snapshots, name: str) -> dict[str, Any]:
+    """An update, and at once a token of the policy as it then is."""
+    seconds, wrong, prompt = [], 0, tuple(range(8))
+    for k in range(config.handoffs + 1):  # the first compiles the write of its shapes
+        tenants.round(name)
+        began = time.perf_counter()
+        digest = snapshots.take(name, name).result(WAIT_S)
+        [answer] = loop.engine.submit(Request(prompt, revision=digest, max_tokens=1, temperature=1.0, stop_ids=())).result(WAIT_S)
+        seconds += [time.perf_counter() - began][: k > 0]
+        wrong += answer.revision != digest
+        snapshots.drop(digest)
+    return {
+        "handoff_p50_ms": timing.percentile(seconds, 50, 1e3),
+        "handoff_p95_ms": timing.percentile(seconds, 95, 1e3),
+        "wrong_revisions": wrong,
+    }
+
+
 def _memory(config: Any, tenants: _Tenants, live: Live) -> dict[str, Any]:
     """Tenants beyond the slots, each of which trains once."""
     per: list[float] = []
@@ -213,12 +238,17 @@ def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], **_: Any) 
     """Runs the bench; returns its report."""
     base = open_base(config)
     shapes = [BlockShape(*shape) for shape in config.shapes]
-    live = Live(base, {AdapterConfig(config.rank).bucket: config.slots}, tuple(config.targets), shapes, folder=workdir / "spilled")
-    loop = Loop(Engine(base, rows=(config.decode.rows,)), live, gap_s=config.gap_s)
+    bucket, targets = AdapterConfig(config.rank).bucket, tuple(config.targets)
+    live = Live(base, {bucket: config.slots}, targets, shapes, folder=workdir / "spilled")
+    slots = DeviceSlots(live.specs, {bucket: 2}, targets)
+    admission = Admission(base.fingerprint, live.specs, {bucket: slots.targets(bucket)})
+    residency = Residency(lambda digest: snapshots.fetch(digest), unpack, admission, slots, 1 << 30)
+    loop = Loop(Engine(base, rows=(config.decode.rows,)), live, residency, gap_s=config.gap_s)
+    snapshots = Snapshots(loop.training)
     progress = Progress("compiling", 2)
     live.warm()
     progress.update(1)
-    loop.engine.warm()
+    loop.engine.warm(residency.stacks)
     progress.update(2)
     durable = Durable(workdir / "server", loop.training)
     try:
@@ -228,9 +258,11 @@ def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], **_: Any) 
             for name in names:
                 tenants.join(name)
             found = _shared(config, tenants, names) | _flood(config, tenants, *names[:2]) | _gaps(config, tenants, loop, names)
-            found |= _memory(config, tenants, live)
+            found |= _handoff(config, tenants, loop, snapshots, names[0]) | _memory(config, tenants, live)
     finally:
         durable.close()
+        snapshots.close()
+        residency.close()
         for folder in ("server", "spilled"):
             shutil.rmtree(workdir / folder, ignore_errors=True)
     multiply = timing.Matmul()

@@ -411,8 +411,8 @@ class Live:
         counts = (np.int32(n) for n in (held.count, held.steps, held.skipped))
         return OneSlot(factors, mu, nu, grad, np.float32(held.config.scale), *counts)
 
-    def _taken(self, policy: _Policy) -> Held:
-        """The state of a policy in a slot, read to the host."""
+    def _taken(self, policy: _Policy, parts_of: Sequence[str] = PARTS) -> Held:
+        """The state of a policy in a slot, read to the host; of ``PARTS`` those that are asked for."""
         assert policy.slot is not None
         with jax.set_mesh(self.base.mesh):
             one = _read(self.state[policy.bucket], np.int32(policy.slot))
@@ -420,7 +420,7 @@ class Live:
         config, paths = policy.config, {path for path, _ in params_lib.leaves_with_path(lora_tree.adapter_specs(self.specs, policy.config))}
         count, steps, skipped = (int(x) for x in jax.device_get((one.count, one.steps, one.skipped)))
         parts = {}
-        for name in PARTS:
+        for name in parts_of:
             if name == "factors" or (name == "grad" and policy.pending) or (name in ("mu", "nu") and count):
                 mine = {path: leaf for path, leaf in params_lib.leaves_with_path(getattr(one, name)) if path in paths}
                 parts[name] = {path: np.array(leaf)[..., : config.rank, :].copy() for path, leaf in jax.device_get(mine).items()}
@@ -432,6 +432,11 @@ class Live:
         if policy.slot is not None:
             return self._taken(policy)
         return policy.held.read() if isinstance(policy.held, Spilled) else policy.held  # type: ignore[return-value]
+
+    def adapter(self, name: str) -> Held:
+        """``held`` without moments and gradients: only the adapter is read from the device."""
+        policy = self._known(name)
+        return self._taken(policy, ("factors",)) if policy.slot is not None else self.held(name).fresh()
 
     def _spill(self) -> None:
         """Writes states to files until those in memory are within their bytes."""
