@@ -36,7 +36,7 @@ def get_config(size: str = "default") -> ConfigDict:
         config.shapes = ((1, 1, 16), (3, 1, 16))
         config.sequences, config.tokens = 1, 16
         config.flood_rounds, config.flood_depth = 4, 2
-        config.decode.update({"rows": 2, "tokens": 24})
+        config.decode.update({"rows": 2, "tokens": 64})
         config.handoffs = 3
         config.memory_tenants = 2
     elif size != "default":

@@ -183,7 +183,7 @@ def _gaps(config: Any, tenants: _Tenants, loop: Loop, names: Sequence[str]) -> d
     decode()
     rates: dict[str, list[float]] = {"quiet": [], "beside": []}
     loop.gaps.clear()
-    for _ in range(config.n):
+    while len(rates["quiet"]) < config.n or (not loop.gaps and len(rates["quiet"]) < 20 * config.n):
         rates["quiet"].append(decode())
         ended = threading.Event()
         threads = [threading.Thread(target=train, args=(name, ended)) for name in names[:2]]

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import stat
 import signal
 import types
 
@@ -370,7 +371,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing_that_was_written(job, monkeyp
     synced, real = [], os.fsync
 
     def full(descriptor):
-        synced.append(descriptor)
+        synced.extend([descriptor] * stat.S_ISREG(os.fstat(descriptor).st_mode))
         if len(synced) == 5:  # the config; what it is made from, twice; one batch; the next
             raise OSError(errno.ENOSPC, "No space left on device")
         real(descriptor)
