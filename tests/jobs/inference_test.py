@@ -4,8 +4,8 @@ import errno
 import json
 import os
 import re
-import stat
 import signal
+import stat
 import types
 
 import jax
