@@ -91,6 +91,17 @@ def grouped(x: Any, w: Sequence[Any], sizes: Any = None, backward: bool = False)
     return Cost(sum(2 * M * D * F for F in widths), M * (D + sum(widths)) * size_x, present * D * sum(widths) * size_w)
 
 
+def packed_matmul(x: Any, w: Sequence[Any], a: Sequence[Any], b: Sequence[Any], sizes: Any = None, factor: Any = None) -> Cost:
+    """Of ``packed_matmul.packed_matmul``: base and adapters, with rows read and results written once.
+
+    Args:
+        x, w, a, b, sizes, factor: as ``grouped`` and ``packed_lora`` take them.
+    """
+    base = grouped(x, w, sizes)
+    lora = packed_lora(x, a, b, [np.broadcast_to(np.zeros((), x.dtype), (x.shape[0], one.shape[2])) for one in w], factor)
+    return base + lora._replace(rows=0)
+
+
 def passes(d_in: int, d_out: int, unit: int, rows: int = TILE) -> int:
     """Rows times squares of weights that a product ``[rows, d_in] [d_in, d_out]`` takes in a matrix unit ``unit`` wide."""
     return rows * -(-d_in // unit) * -(-d_out // unit)

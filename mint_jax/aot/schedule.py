@@ -13,6 +13,10 @@ bundles ``tile`` counts
 - not at all: what fetches and computes further chunks, the second computation where something was not finite, what clears the
   buffers at a call's first tile, what a tile without an adapter does instead, and what carries a run on across tiles.
 
+Of packed matmul a turn is a visit, a tile and an expert, and ``visit`` counts once the turn, the products with adapters and one of the two
+forms of the first of them; as often as the tile has adapters the loop that waits for their factors and the one that starts the copies of
+the next visit's, which has as many; and nothing that runs only again or for further chunks.
+
 Instructions with a condition of their own count whether it holds or not, and set-up before and behind the grid is a call's, not a tile's.
 The base's product is megablox's grouped matmul with one matrix as its tile, once for each projection; backward, with the matrix transposed.
 
@@ -43,7 +47,13 @@ ADAPTERS = (1, 2, 4, 5, 8)  # of a tile
 CHIPS = {"v5e:2x2": 128, "v5p:2x2x1": 128, "v6e:2x2": 256, "tpu7x:2x2x1": 256}  # -> width of its matrix unit
 GOALS = {128: 0.3, 256: 0.5}  # bundles over the base's, up to GOAL_ADAPTERS in a tile
 GOAL_ADAPTERS = 4
-KERNELS = {"base": "gmm", "base_backward": "gmm", "add": "packed_lora", "backward": "packed_lora_backward"}  # -> name in the dump
+KERNELS = {  # -> name in the dump
+    "base": "gmm",
+    "base_backward": "gmm",
+    "add": "packed_lora",
+    "backward": "packed_lora_backward",
+    "one_pass": "packed_matmul",
+}
 
 _PRODUCT = r"vmatmul"
 _COPY = r"= dma\.(?!done)\w+|dma\.done\.wait|vsyncadd"
@@ -60,6 +70,7 @@ def _compile(folder: Path, chip: str) -> None:
     from jax.sharding import SingleDeviceSharding
 
     from pallas_kernels.packed_lora import pallas_tpu
+    from pallas_kernels.packed_matmul import pallas_tpu as packed_matmul
 
     device = chips.target(chip).devices[0]
 
@@ -75,6 +86,7 @@ def _compile(folder: Path, chip: str) -> None:
         "base_backward": (functools.partial(product, tiling=(TILE, F, D), transpose_rhs=True), (wide[0], w, sizes), ()),
         "add": (pallas_tpu.add, (x, a, b, wide, factor), 3),
         "backward": (pallas_tpu.backward, (x, a, b, wide, x, factor), 4),
+        "one_pass": (functools.partial(packed_matmul.matmul, how=pallas_tpu.Config(rows=TILE)), (x, [w, w], sizes, a, b, factor), ()),
     }
     for name, (call, args, donated) in calls.items():
         before = set(folder.iterdir()) if folder.is_dir() else set()
@@ -113,11 +125,8 @@ def tile(kernel: Part, adapters: int) -> Counter[str]:
     Raises:
         UserError: the schedule is not of the form that the module's docstring describes.
     """
-    turns = [part for part in kernel.walk() if part.kind == "loop" and part.has(_PRODUCT)]
-    outer = [part for part in turns if not any(part in other.walk() for other in turns if other is not part)]
-    if len(outer) != 1:
-        raise UserError(f"the products lie in {len(outer)} loops and not in one, the grid's: the kernel or the compiler has changed")
-    once, inner = [outer[0]], _with_products(outer[0])
+    outer = _grid(kernel)
+    once, inner = [outer], _with_products(outer)
     while len(inner) == 1 and not _own_products(once[-1]):
         once.append(inner[0])
         inner = _with_products(inner[0])
@@ -138,7 +147,41 @@ def tile(kernel: Part, adapters: int) -> Counter[str]:
             return int(any(one in each for one in part.walk()))
         return int(part.has(_COPY))
 
-    return outer[0].run(times)
+    return outer.run(times)
+
+
+def visit(kernel: Part, adapters: int) -> Counter[str]:
+    """Bundles and instructions of one visit of packed matmul with so many adapters.
+
+    Raises:
+        UserError: the schedule is not of the form that the module's docstring describes.
+    """
+    once = [_grid(kernel)]
+    while not _own_products(once[-1]) and (inner := _with_products(once[-1])):
+        once.append(inner[-1])  # the first of two are the products without adapters
+    products = once[-1]
+    first = _with_products(products)[0 if adapters <= cost.COLUMNS // RANK // 2 else 1]
+    copies = [part for part in products.parts if part.has(_COPY) and not part.has(_PRODUCT)]
+    if len(copies) != 5:
+        raise UserError(f"a visit copies factors in {len(copies)} places and not in five: the kernel or the compiler has changed")
+    _, _, wait, start, _ = copies  # the others are for what is computed again, and for further chunks
+
+    def times(part: Part) -> int:
+        if any(part in one.walk() for one in (wait, start)):
+            return adapters if part.kind == "loop" else 1
+        if part in once or part is first:
+            return 1
+        return 0
+
+    return once[0].run(times)
+
+
+def _grid(kernel: Part) -> Part:
+    turns = [part for part in kernel.walk() if part.kind == "loop" and part.has(_PRODUCT)]
+    outer = [part for part in turns if not any(part in other.walk() for other in turns if other is not part)]
+    if len(outer) != 1:
+        raise UserError(f"the products lie in {len(outer)} loops and not in one, the grid's: the kernel or the compiler has changed")
+    return outer[0]
 
 
 def _with_products(part: Part) -> list[Part]:
@@ -150,10 +193,13 @@ def _own_products(part: Part) -> bool:
 
 
 def report(chip: str, folder: Path) -> dict[str, Any]:
-    """Counts of one tile on a chip, by adapters in the tile, over those of the base; the lanes' floor; whether the goal is met."""
+    """Counts of one tile on a chip, by adapters in the tile, over those of the base; the lanes' floor; whether the goal is met; and base
+    and adapters in one pass over base and adapters in two."""
     made, unit = schedules(chip, folder), CHIPS[chip]
     base, back = ({name: 2 * n for name, n in tile(made[of], 0).items()} for of in ("base", "base_backward"))
     forward = {str(n): _over(tile(made["add"], n), base) | {"lanes_over_base": round(_lanes(n, unit), 4)} for n in ADAPTERS}
+    two = {n: base["bundles"] + forward[str(n)]["bundles"] for n in ADAPTERS}
+    together = {n: visit(made["one_pass"], n) for n in ADAPTERS}
     most = max(forward[str(n)]["over_base"] for n in ADAPTERS if n <= GOAL_ADAPTERS)
     return {
         "matrix_unit": unit,
@@ -162,6 +208,7 @@ def report(chip: str, folder: Path) -> dict[str, Any]:
         "goal": {"adapters": GOAL_ADAPTERS, "over_base": GOALS[unit], "reached": most, "met": most <= GOALS[unit]},
         "base_backward": back,
         "backward": {str(n): _over(tile(made["backward"], n), back) for n in ADAPTERS},
+        "one_pass": {str(n): dict(of) | {"over_two": round(of["bundles"] / two[n], 4)} for n, of in together.items()},
     }
 
 

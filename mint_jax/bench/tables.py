@@ -546,8 +546,8 @@ def _pod_cells(p: Mapping[str, Any]) -> tuple[str, ...]:
 def _kernels() -> str:
     """Bundles of the TPU compiler's static schedule, packed LoRA over the base."""
     report = Reports(PODS)["kernels"]
-    lines = ["| chip | base, bundles | adapters in the tile | forward, of the base's | lanes' floor | backward, of the base's |"]
-    lines.append("|" + " --- |" * 6)
+    columns = "chip", "base, bundles", "adapters in the tile", "forward, of the base's", "lanes' floor", "one pass, of two"
+    lines = ["| " + " | ".join((*columns, "backward, of the base's")) + " |", "|" + " --- |" * 7]
 
     def percent(share: float) -> str:
         return f"{100 * share:.1f} %"
@@ -559,8 +559,9 @@ def _kernels() -> str:
         met.append(words + (", met" if goal["met"] else ", not met"))
         for k, (adapters, add) in enumerate(chip["add"].items()):
             cells = (name, f"{chip['base']['bundles']:,}") if k == 0 else ("", "")
-            back = percent(chip["backward"][adapters]["over_base"])
-            lines.append("| " + " | ".join((*cells, adapters, percent(add["over_base"]), percent(add["lanes_over_base"]), back)) + " |")
+            of_base = [percent(add[floor]) for floor in ("over_base", "lanes_over_base")]
+            rest = percent(chip["one_pass"][adapters]["over_two"]), percent(chip["backward"][adapters]["over_base"])
+            lines.append("| " + " | ".join((*cells, adapters, *of_base, *rest)) + " |")
     shape = report["shape"]
     what = (
         f"A tile of {shape['tile']} rows, {shape['d_in']} to {' and '.join(map(str, shape['d_out']))}, rank {shape['rank']}, "

@@ -40,6 +40,12 @@ def _show(result: dict[str, Any]) -> None:
     shape = result["shape"]
     title = f"packed LoRA of rank {shape['rank']} on {shape['d_in']} -> {shape['d_out']}, a tile of {shape['tile']} rows"
     report.table(title, ("chip", "kernel", "adapters", "bundles", "over the base's, %", "lanes' floor, %"), rows)
+    rows = [
+        (name, n, of["bundles"], f"{100 * of['over_two']:.1f}")
+        for name, chip in result["chips"].items()
+        for n, of in chip["one_pass"].items()
+    ]
+    report.table("base and adapters in one pass", ("chip", "adapters", "bundles", "over those of two passes, %"), rows)
     say("bundles of the static schedule: no time, and nothing of copies that are waited for")
     for name, chip in result["chips"].items():
         goal = chip["goal"]

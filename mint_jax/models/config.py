@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mint_jax.errors import UserError, choice
-from pallas_kernels import grouped_matmul, latent_attention, packed_lora, paged_attention
+from pallas_kernels import grouped_matmul, latent_attention, packed_lora, packed_matmul, paged_attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +111,8 @@ class Kernels:
         packed_attention: attention in training and scoring: auto, xla or pallas_tpu; where an indexer chooses keys it is xla.
         paged_attention: grouped-query attention to the cache of samplers: auto, xla or pallas_tpu.
         latent_attention: the same of multi-head latent attention; where an indexer chooses keys it is xla.
+        packed_matmul: experts' matrices and adapters in one pass, forward: auto, xla (one after the other) or pallas_tpu. It is
+            xla where one of packed_lora and grouped_matmul is not auto, unless it is named itself.
     """
 
     packed_lora: str = "auto"
@@ -119,11 +121,13 @@ class Kernels:
     packed_attention: str = "auto"
     paged_attention: str = "auto"
     latent_attention: str = "auto"
+    packed_matmul: str = "auto"
 
     def __post_init__(self) -> None:
         tables = {
             "packed_lora": packed_lora.ADD,
             "grouped_matmul": grouped_matmul.table(False),
+            "packed_matmul": packed_matmul.MATMUL,
             "paged_attention": paged_attention.ATTEND,
             "latent_attention": latent_attention.ATTEND,
         }

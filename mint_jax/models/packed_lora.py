@@ -22,6 +22,7 @@ from jax.custom_derivatives import SymbolicZero
 from mint_jax.models.config import Kernels
 from mint_jax.models.grouped import at, blank, dot, grouped_matmul, outer, over_tiles, tiled_matmul
 from pallas_kernels import packed_lora as op
+from pallas_kernels import packed_matmul
 from pallas_kernels.batching import Merged, each, joined
 from pallas_kernels.dispatch import Implementation, anything, named, run
 
@@ -159,7 +160,7 @@ def _gradients(kernels: Kernels) -> Any:
 
 def _by_platform(kernels: Kernels, tiles: Any, products: Any) -> Any:
     # A kernel that is named runs on a CPU too, if only in an interpreter.
-    of_kernels = named(kernels.packed_lora) or named(kernels.grouped_matmul)
+    of_kernels = any(map(named, (kernels.packed_lora, kernels.grouped_matmul, kernels.packed_matmul)))
     default = functools.partial(products, kernels=kernels)
     return default if of_kernels else lambda *args: jax.lax.platform_dependent(*args, cpu=tiles, default=default)
 
@@ -242,14 +243,48 @@ def _table(table: Sequence[Implementation], grouped: Any, groups: Groups, kernel
 
 
 def _products_kernels(x, bases, sizes, adapters, kernels):
-    out = [_base_grouped(x, base, sizes, False, kernels.grouped_matmul) for base in bases]
+    kernel, adapters = _one_pass(kernels, bases), list(adapters)
+    first = next((n for n, one in enumerate(adapters) if all(one.factors)), None) if kernel != "xla" else None
+    if first is None:
+        out = [_base_grouped(x, base, sizes, False, kernels.grouped_matmul) for base in bases]
+    else:  # a bucket with factors of all projections in the base's pass; others are added to what it makes
+        groups, factors, scale = adapters.pop(first)
+        _, (a, b) = _present(factors)
+
+        def two_passes(x, w, sizes, a, b, factor, scale):
+            base = [_base_grouped(x, {"w": one}, sizes, False, kernels.grouped_matmul) for one in w]
+            return tuple(_add(x, base, [Adapters(groups, tuple(zip(a, b)), scale)], kernels))
+
+        table = (*(one for one in packed_matmul.MATMUL if one.platform), Implementation("xla", None, two_passes, anything))
+        args = x, [base["w"] for base in bases], sizes, a, b, groups.factor, scale
+        out = list(run("packed_matmul", table, kernel, args))
+    return tuple(_add(x, out, adapters, kernels))
+
+
+def _one_pass(kernels: Kernels, bases: Sequence[dict[str, jax.Array]]) -> str:
+    """How base and adapters are one product: auto, xla (they are two), or a kernel's name.
+
+    Raises:
+        ValueError: a kernel that cannot serve is named.
+    """
+    kernel = kernels.packed_matmul
+    if any(set(base) != {"w"} for base in bases):
+        if named(kernel):
+            raise ValueError(f"packed_matmul by {kernel}: experts' matrices are quantised, or of single policies; choose auto or xla")
+        return "xla"
+    return "xla" if kernel == "auto" and {kernels.packed_lora, kernels.grouped_matmul} != {"auto"} else kernel
+
+
+def _add(x, out, adapters, kernels):
+    """``out`` of each projection with what adapters add."""
+    out = list(out)
     for groups, factors, scale in adapters:
         mine, (a, b) = _present(factors)
         table = _table(op.ADD, _add_grouped, groups, kernels)
         args = x, a, b, [out[k] for k in mine], groups.factor, scale
         for k, y in zip(mine, run("packed_lora", table, kernels.packed_lora, args)):
             out[k] = y
-    return tuple(out)
+    return out
 
 
 def _gradients_kernels(x, bases, sizes, adapters, g, kernels):

@@ -71,7 +71,7 @@ def _forward(how: Any, x: Any, a: Any, b: Any, onto: Any, factor: Any) -> Any:
 
 def _backward(how: Any, residuals: Any, g: Any) -> Any:
     x, a, b, factor = residuals
-    dx, da, db = _gradients(how)(x, a, b, g, jnp.zeros_like(x), factor)
+    dx, da, db = gradients(how)(x, a, b, g, jnp.zeros_like(x), factor)
     return dx, da, db, g, None
 
 
@@ -86,7 +86,7 @@ def _add(how: tuple[str, Any]) -> Any:
     @call.def_vmap
     def rule(P: int, batched: Any, x: Any, a: Any, b: Any, onto: Any, factor: Any) -> Any:
         of_x, of_a, of_b, of_onto, of_factor = batched
-        a, b, factor = _of_policies(P, (a, b, factor), (of_a, of_b, of_factor), shared=not any((*of_a, *of_b)))
+        a, b, factor = of_policies(P, (a, b, factor), (of_a, of_b, of_factor), shared=not any((*of_a, *of_b)))
         x, onto = jax.tree.map(lambda v, of: joined(v, of, P), (x, onto), (of_x, of_onto))
         out = tuple(y.reshape(P, -1, y.shape[-1]) for y in call(x, a, b, onto, factor))
         return out, jax.tree.map(lambda _: True, out)
@@ -94,7 +94,9 @@ def _add(how: tuple[str, Any]) -> Any:
     return call
 
 
-def _gradients(how: tuple[str, Any]) -> Any:
+def gradients(how: tuple[str, Any]) -> Any:
+    """``(x, a, b, g, dx_onto, factor) -> dx, da, db`` by the implementation and ``interpret`` of ``how``, with its rule for ``vmap``."""
+
     @jax.custom_batching.custom_vmap
     def call(x: Any, a: Any, b: Any, g: Any, dx_onto: Any, factor: Any) -> Any:
         return dispatch.run("packed_lora backward", BACKWARD, how[0], (x, a, b, g, dx_onto, factor), how[1])
@@ -103,7 +105,7 @@ def _gradients(how: tuple[str, Any]) -> Any:
     def rule(P: int, batched: Any, x: Any, a: Any, b: Any, g: Any, dx_onto: Any, factor: Any) -> Any:
         of_x, of_a, of_b, of_g, of_onto, of_factor = batched
         # Gradients are each policy's own, those of factors that all share too.
-        a, b, factor = _of_policies(P, (a, b, factor), (of_a, of_b, of_factor), shared=False)
+        a, b, factor = of_policies(P, (a, b, factor), (of_a, of_b, of_factor), shared=False)
         x, g, dx_onto = jax.tree.map(lambda v, of: joined(v, of, P), (x, g, dx_onto), (of_x, of_g, of_onto))
         out = jax.tree.map(lambda v: v.reshape(P, -1, *v.shape[1:]), call(x, a, b, g, dx_onto, factor))
         return out, jax.tree.map(lambda _: True, out)
@@ -111,7 +113,7 @@ def _gradients(how: tuple[str, Any]) -> Any:
     return call
 
 
-def _of_policies(P: int, values: Any, batched: Any, shared: bool) -> Any:
+def of_policies(P: int, values: Any, batched: Any, shared: bool) -> Any:
     """The factors of P policies behind each other, and each row's number among them."""
     (a, b, factor), (of_a, of_b, of_factor) = values, batched
     W, factor = a[0].shape[-3], each(factor, of_factor, P)

@@ -37,7 +37,7 @@ def require_add(x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array], on
     Raises:
         NotImplementedError: with the reason.
     """
-    tiles.require(x, a, b)
+    tiles.require(x, a, b, pairs=True)
     tile = tiles.tile_rows(x, Config())
     tiles.require_room(_add_scratch(x, a, b, Config()), [(tile, y.shape[1], y.dtype) for y in (x, *onto, *onto)], x)
 
@@ -55,14 +55,14 @@ def require_backward(
     tiles.require_room(_back_scratch(x, a, b, Config()), [(tile, y.shape[1], y.dtype) for y in (x, *g, dx_onto, dx_onto)], x)
 
 
-def _add_kernel(meta, local, x, *refs, K: int, C: int, R: int, columns: int, scaled: bool) -> None:
+def _add_kernel(meta, local, x, *refs, K: int, C: int, R: int, columns: int, scaled: bool, pairs: bool) -> None:
     scale, refs = (tiles.as_column(refs[0][0], x.shape[0]), refs[1:]) if scaled else (None, refs)
     a, b, onto, out = (refs[i * K : (i + 1) * K] for i in range(4))
     a_buf, b_buf = refs[4 * K : 5 * K], refs[5 * K : 6 * K]
     *h_refs, sem = refs[6 * K :]
     T = x.shape[0]
     count = meta[0, 0, T + COUNT]
-    rows = tiles.Rows(local, T, C, R)
+    rows = tiles.Rows(local, T, 2 * C, 1) if pairs else tiles.Rows(local, T, C, R)
     fetch = tiles.Fetch(meta, [*zip(a, a_buf), *zip(b, b_buf)], sem, C, count)
     fetch.clear()
 
@@ -104,8 +104,8 @@ def _add_kernel(meta, local, x, *refs, K: int, C: int, R: int, columns: int, sca
 
 
 def _add_scratch(x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array], config: Config) -> list[Any]:
-    R = a[0].shape[1]
-    buffers = [pltpu.VMEM((2, tiles.chunk_size(R), *w.shape[1:]), w.dtype) for w in (*a, *b)]
+    R = 2 if tiles.in_pairs(a) else a[0].shape[1]
+    buffers = [pltpu.VMEM((2, tiles.chunk_size(R), R, w.shape[2]), w.dtype) for w in (*a, *b)]
     return [*buffers, *(pltpu.VMEM((tiles.tile_rows(x, config) + tiles.ZEROS, tiles.chunk_size(R) * R), x.dtype) for _ in a)]
 
 
@@ -125,12 +125,16 @@ def add(
     Args:
         grouping: the runs of a tile's rows.
     """
-    (M, D), K, R = x.shape, len(a), a[0].shape[1]
+    (M, D), K, pairs = x.shape, len(a), tiles.in_pairs(a)
+    R = 2 if pairs else a[0].shape[1]
     C, tile = tiles.chunk_size(R), tiles.tile_rows(x, config)
     runs = grouping(jnp.minimum(factor, a[0].shape[0] - 1), tile)
-    widths = [w.shape[2] for w in b]
+    if pairs:  # which of a run's two columns is the row's own
+        second = jnp.take_along_axis(runs.meta[..., :tile], jnp.maximum(runs.local, 0), axis=2) % 2
+        runs = runs._replace(local=jnp.where(runs.local < 0, -1, 2 * runs.local + second))
+    widths, scratch, stacks = [w.shape[2] for w in b], _add_scratch(x, a, b, config), [w[:, 0] if pairs else w for w in (*a, *b)]
     scales = [] if scale is None else [jnp.pad(scale.astype(jnp.float32), (0, runs.local.size - M)).reshape(runs.local.shape)]
-    kernel = functools.partial(_add_kernel, K=K, C=C, R=R, columns=config.columns, scaled=scale is not None)
+    kernel = functools.partial(_add_kernel, K=K, C=C, R=R, columns=config.columns, scaled=scale is not None, pairs=pairs)
     anywhere = [pl.BlockSpec(memory_space=pl.ANY)] * (2 * K)
     per_row = [pl.BlockSpec((1, 1, tile), lambda t: (t, 0, 0))] * len(scales)
     out = pl.pallas_call(
@@ -139,13 +143,13 @@ def add(
         in_specs=[*tiles.meta_specs(tile, runs.meta), *tiles.row_specs(tile, [D]), *per_row, *anywhere, *tiles.row_specs(tile, widths)],
         out_specs=tiles.row_specs(tile, widths),
         out_shape=[jax.ShapeDtypeStruct(y.shape, y.dtype) for y in onto],
-        scratch_shapes=[*_add_scratch(x, a, b, config), pltpu.SemaphoreType.DMA((2,))],
+        scratch_shapes=[*scratch, pltpu.SemaphoreType.DMA((2,))],
         input_output_aliases={3 + len(scales) + 2 * K + k: k for k in range(K)},
         compiler_params=tiles.PARAMS,
         cost_estimate=tiles.estimate(cost.packed_lora(x, a, b, onto)),
         interpret=interpret,
         name="packed_lora",
-    )(*runs, x, *scales, *a, *b, *onto)
+    )(*runs, x, *scales, *stacks, *onto)
     return tuple(out)
 
 

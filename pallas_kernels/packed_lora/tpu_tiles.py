@@ -53,8 +53,17 @@ def require_room(scratch: Sequence[Any], blocks: Sequence[tuple[int, int, Any]],
         raise NotImplementedError(f"tiles and factors need {(held + values) >> 20} MiB of a core's memory, and {ROOM >> 20} are there")
 
 
-def require(x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array]) -> None:
-    """What both kernels need.
+def in_pairs(a: Sequence[jax.Array]) -> bool:
+    """Whether factors are fetched two at a time, see ``Fetch``: an even number of rank 1 in bfloat16."""
+    W, R, _ = a[0].shape
+    return R == 1 and W % 2 == 0 and a[0].dtype == jnp.bfloat16
+
+
+def require(x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array], pairs: bool = False) -> None:
+    """What the kernels need.
+
+    Args:
+        pairs: this one can fetch factors in pairs.
 
     Raises:
         NotImplementedError: with the reason.
@@ -66,7 +75,7 @@ def require(x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array]) -> Non
         raise NotImplementedError("factors are of several dtypes, or of one that is neither bfloat16 nor float32")
     if any(w.shape[1] != R for w in (*a, *b)):
         raise NotImplementedError("projections of the same rows have several ranks")
-    if R == 1 and a[0].dtype == jnp.bfloat16:
+    if R == 1 and a[0].dtype == jnp.bfloat16 and not (pairs and in_pairs(a)):
         # XLA keeps these with W in the place of the rank; a kernel's operand would be a copy of the whole stack, in every call.
         raise NotImplementedError("rank 1 in bfloat16 would be copied whole")
     if R & (R - 1) and R < LANES:
@@ -125,7 +134,11 @@ def as_column(row_1T: jax.Array, T: int) -> jax.Array:
 
 
 class Rows:
-    """What a tile's rows have to do with its runs."""
+    """What a tile's rows have to do with its runs.
+
+    Attributes:
+        run: ``[T, 1]`` the number of each row's run in the tile; negative for rows of none.
+    """
 
     def __init__(self, local_ref: Any, T: int, C: int, R: int):
         self.run = as_column(local_ref[0], T)
@@ -147,12 +160,20 @@ class Rows:
 class Fetch:
     """The factors of chunks, the next one's under way while one is read.
 
+    Stacks of rank 1 in bfloat16 come as ``[W, .]``, which is how XLA keeps them. A word of memory holds two rows there, so that a factor's
+    neighbour comes with it, and buffers are as of rank 2.
+
     Args:
         pairs: stacks ``[W, R, .]`` and buffers ``[2, C, R, .]``.
+        begin: the buffers' half that chunk 0 comes to.
     """
 
-    def __init__(self, meta: Any, pairs: Sequence[tuple[Any, Any]], sem: Any, C: int, count: jax.Array):
-        self.meta, self.pairs, self.sem, self.C, self.count = meta, pairs, sem, C, count
+    def __init__(self, meta: Any, pairs: Sequence[tuple[Any, Any]], sem: Any, C: int, count: jax.Array, begin: jax.Array | int = 0):
+        self.meta, self.pairs, self.sem, self.C, self.count, self.begin = meta, pairs, sem, C, count, begin
+
+    def slot(self, chunk: jax.Array) -> jax.Array:
+        """The half of a chunk."""
+        return (chunk + self.begin) % 2
 
     def clear(self) -> None:
         """At the first tile: columns that a chunk leaves unused would hold what was in memory, and NaN there is right but slow."""
@@ -166,12 +187,13 @@ class Fetch:
             jax.lax.fori_loop(0, 2 * self.C, one, None)
 
     def _each(self, chunk: jax.Array, what: str) -> None:
-        slot = chunk % 2
+        slot = self.slot(chunk)
 
         def one(i: jax.Array, _: None) -> None:
             w = self.meta[0, 0, chunk * self.C + i]
             for stack, buffer in self.pairs:
-                copy = pltpu.make_async_copy(stack.at[w], buffer.at[slot, i], self.sem.at[slot])
+                at = w if len(stack.shape) == 3 else pl.ds(pl.multiple_of(w // 2 * 2, 2), 2)
+                copy = pltpu.make_async_copy(stack.at[at], buffer.at[slot, i], self.sem.at[slot])
                 getattr(copy, what)()
 
         jax.lax.fori_loop(0, jnp.minimum(self.C, self.count - chunk * self.C), one, None)
@@ -255,8 +277,8 @@ def expand(
 
 
 def folded(zeros: jax.Array) -> jax.Array:
-    """``[8, 128]`` sum of ``[ZEROS, n]``."""
-    parts = [zeros[i : i + 8, j : j + LANES] for i in range(0, ZEROS, 8) for j in range(0, zeros.shape[1], LANES)]
+    """``[8, 128]`` sum of ``[T, n]``."""
+    parts = [zeros[i : i + 8, j : j + LANES] for i in range(0, zeros.shape[0], 8) for j in range(0, zeros.shape[1], LANES)]
     return functools.reduce(jnp.add, parts)
 
 

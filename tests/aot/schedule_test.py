@@ -75,6 +75,8 @@ def test_counts_of_real_kernels_are_what_shapes_say(tmp_path):
     for n, squares in ((1, 16), (4, 16), (5, 32), (8, 32)):
         assert chip["add"][str(n)]["vmatmul"] == squares * 128 // 16 + 2 * 6 * 144 // 16
         assert chip["add"][str(n)]["lanes_over_base"] == pytest.approx((squares + 2 * 6) / (2 * 96), abs=1e-4)
+        assert chip["one_pass"][str(n)]["vmatmul"] == chip["base"]["vmatmul"] + (squares + 2 * 6) * 128 // 16
+        assert chip["one_pass"][str(n)]["bundles"] <= chip["base"]["bundles"] + chip["add"][str(n)]["bundles"], "one pass is the default"
     an_adapter = chip["add"]["2"]["bundles"] - chip["add"]["1"]["bundles"]
     assert chip["add"]["4"]["bundles"] == chip["add"]["1"]["bundles"] + 3 * an_adapter
     assert an_adapter >= 8, "four copies are started and waited for"

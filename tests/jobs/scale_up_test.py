@@ -90,9 +90,9 @@ def test_adapters_of_experts_are_kernels_on_a_tpu(config, tmp_path, capsys):
     assert (made["fits"], made["kernels_passed_over"]) == (1, [])
     calls = {name: (tmp_path / f"{name}.hlo.txt").read_text().count for name in PROGRAMS}
     for name, kernels in {
-        "train": ("packed_lora", "packed_lora_backward"),
-        "prefill": ("packed_lora", "paged_attention"),
-        "decode": ("packed_lora", "paged_attention"),
+        "train": ("packed_matmul", "packed_lora_backward"),
+        "prefill": ("packed_matmul", "paged_attention"),
+        "decode": ("packed_matmul", "paged_attention"),
     }.items():
         for kernel in kernels:
             assert calls[name](f"%{kernel}.") > 0, (name, kernel)
@@ -100,7 +100,9 @@ def test_adapters_of_experts_are_kernels_on_a_tpu(config, tmp_path, capsys):
     made = scale_up.run(config, tmp_path)
     assert {one["reason"] for one in made["kernels_passed_over"]} == {"width 192 is no multiple of 128"}
     assert "was passed over" in capsys.readouterr().err
-    assert "%packed_lora" not in (tmp_path / "train.hlo.txt").read_text()
+    text = (tmp_path / "train.hlo.txt").read_text()
+    assert "%packed_lora" not in text
+    assert "%packed_matmul" not in text
 
 
 def test_what_finds_no_room_says_how_much_it_needs():

@@ -52,6 +52,7 @@ CASES = [
     (70, 256, (128, 256), 16, 9, "float32"),
     (70, 256, (128,), 16, 9, "bfloat16"),
     (130, 128, (384,), 1, 60, "float32"),
+    (130, 128, (384, 128), 1, 80, "bfloat16"),  # forward two factors are fetched at a time
     (33, 128, (128, 128), 4, 40, "bfloat16"),
     (64, 128, (128,), 64, 12, "float32"),
     (100, 128, (128,), 256, 3, "float32"),
@@ -103,6 +104,21 @@ def test_what_is_not_finite_stays_with_its_adapter(rng, form, run):
                 assert np.array(one)[others].tobytes() == np.array(other)[others].tobytes(), (where, value)
                 reached |= not np.isfinite(np.array(one)[~others]).all()
             assert reached, "and it is told"
+
+
+def test_a_factor_that_comes_with_its_neighbour_says_nothing(rng):
+    """Rank 1 in bfloat16, whose words of memory hold two factors: one that is not finite, in the rows or not, reaches no other row."""
+    add, _ = FORMS["pallas_tpu"]
+    x, a, b, onto, _ = arguments(rng, 90, 128, (128, 256), 1, 40, "bfloat16")
+    factor = jnp.array(np.repeat(rng.permutation(40)[:30], 3), jnp.int32)
+    clean = add(x, a, b, onto, factor)
+    for bad in (int(factor[0]), int(rng.choice(np.setdiff1d(np.arange(40), np.array(factor))))):
+        others = np.array(factor) != bad
+        for value in (np.nan, np.inf):
+            for spoilt in ((a, [w.at[bad, 0, 5].set(value) for w in b]), ([w.at[bad, 0, 5].set(value) for w in a], b)):
+                for one, other in zip(add(x, *spoilt, onto, factor), clean, strict=True):
+                    assert np.array(one)[others].tobytes() == np.array(other)[others].tobytes()
+                    assert np.isfinite(np.array(one, np.float32)).all() == others.all()
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -181,7 +197,7 @@ def test_whole_runs_are_not_cut():
 
 
 def test_an_implementation_says_why_it_does_not_serve_and_what_does(rng):
-    x, a, b, onto, factor = arguments(rng, 16, 128, (128,), 1, 4, "bfloat16")
+    x, a, b, onto, factor = arguments(rng, 16, 128, (128,), 1, 5, "bfloat16")  # an even number is fetched in pairs
     told = dict(dispatch.explain(packed_lora.ADD, x, a, b, onto, factor))
     why = "rank 1 in bfloat16 would be copied whole"
     assert told == {"pallas_tpu": f"does not serve: {why}", "pallas_gpu": "serves on cuda", "xla": "serves on any platform"}

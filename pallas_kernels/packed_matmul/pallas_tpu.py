@@ -1,0 +1,243 @@
+"""TPU kernel of packed matmul: experts' matrices and the adapters of their rows in one pass over the rows.
+
+Rows are cut into tiles, and a tile meets its experts one after another (``visits``). The matrices of a visit are blocks that Pallas fetches
+a visit ahead, once for visits of the same expert that follow each other. The factors of a visit's adapters come in chunks that fill 128
+columns, as in ``packed_lora``, the first of them while the visit before is computed. A visit's product and that of its first chunk are
+one sum, which is written once, into the rows that are the expert's own.
+
+Side by side 0 x NaN is NaN: an adapter's NaN in B would reach all rows of its visit. The sum of all that a visit makes shows it. Then the
+visit is computed once more by the same code, with zeros in place of what is not finite in B, and NaN is put where it belongs: other rows
+have the bits that they would have without it. Rows of other experts are never written.
+
+Axes: M rows, T rows of a tile, E experts, D in, F out, R rank, C adapters of a chunk, K projections of the same rows, W factors.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels import cost
+from pallas_kernels.packed_lora import tpu_tiles as tiles
+from pallas_kernels.packed_lora.runs import COUNT
+from pallas_kernels.packed_lora.tpu_tiles import Config
+from pallas_kernels.packed_matmul.visits import visits_of
+from pallas_kernels.products import dot
+
+Arrays = Sequence[jax.Array]
+MOST_VISITS = 1 << 16  # two numbers of each in 1 MiB of scalars
+
+
+def config(x: jax.Array, sizes: jax.Array) -> Config:
+    """Tiles of 128 rows, and smaller ones for experts of few rows, down to 32: a visit multiplies all rows of its tile."""
+    average = -(-x.shape[0] // sizes.shape[0])
+    return Config(rows=min(128, max(32, pl.next_power_of_2(2 * average))))
+
+
+def require(x: jax.Array, w: Arrays, sizes: jax.Array, a: Arrays, b: Arrays, *rest: Any) -> None:
+    """Whether ``matmul`` can serve these.
+
+    Raises:
+        NotImplementedError: with the reason.
+    """
+    tiles.require(x, a, b)
+    if wrong := [one.dtype for one in w if one.dtype != x.dtype]:
+        raise NotImplementedError(f"experts' matrices are {wrong[0]} and rows {x.dtype}; equal ones are served")
+    how, M = config(x, sizes), x.shape[0]
+    tile = tiles.tile_rows(x, how)
+    if not M or -(-M // tile) + min(M, sizes.shape[0]) > MOST_VISITS:
+        raise NotImplementedError(f"{M} rows of {sizes.shape[0]} experts; from 1 row to {MOST_VISITS} visits are served")
+    blocks = [*((tile, one.shape[2], x.dtype) for one in w), (tile, x.shape[1], x.dtype), *((*one.shape[1:], x.dtype) for one in w)]
+    tiles.require_room(_scratch(x, a, b, how), blocks, x)
+
+
+def _scratch(x: jax.Array, a: Arrays, b: Arrays, how: Config) -> list[Any]:
+    T, R = tiles.tile_rows(x, how), a[0].shape[1]
+    C = tiles.chunk_size(R)
+    return [
+        *(pltpu.VMEM((2, C, *one.shape[1:]), one.dtype) for one in (*a, *b)),
+        *(pltpu.VMEM((T, C * R), x.dtype) for _ in a),
+        *(pltpu.VMEM((T, one.shape[2]), jnp.float32) for one in b),
+    ]
+
+
+def _kernel(tile_V, expert_V, meta, ahead, local, *refs, K: int, C: int, R: int, columns: int, scaled: bool) -> None:
+    del expert_V
+    T = local.shape[2]
+    scale, refs = (tiles.as_column(refs[0][0], T), refs[1:]) if scaled else (None, refs)
+    x, (w, a, b, out, a_buf, b_buf, h_refs, bad_refs) = refs[0], (refs[1 + K * i : 1 + K * (i + 1)] for i in range(8))
+    sem, begin = refs[-2:]
+    v, of = pl.program_id(0), tiles.Rows(local, T, C, R)
+    fresh = (v == 0) | (tile_V[v] != tile_V[jnp.maximum(v - 1, 0)])  # nothing is written in the tile yet
+    mine = of.run >= -1
+    count, pairs = meta[0, 0, T + COUNT], [*zip(a, a_buf), *zip(b, b_buf)]
+    chunks = (count + C - 1) // C
+
+    @pl.when(v == 0)
+    def _start() -> None:
+        begin[0] = 0
+
+    fetch = tiles.Fetch(meta, pairs, sem, C, count, begin[0])
+    coming = tiles.Fetch(ahead, pairs, sem, C, ahead[0, 0, T + COUNT], fetch.slot(chunks))
+    fetch.clear()
+    pl.when(v == 0)(lambda: fetch.start(jnp.int32(0)))
+
+    def blocks(k: int, body: Any, carry: Any = None) -> Any:
+        return tiles.over(out[k].shape[1], tiles.block_of(out[k].shape[1], columns), body, carry)
+
+    def based(k: int, at: Any) -> jax.Array:
+        return dot(x[...], w[k][:, at], (1, 0))
+
+    def made(k: int, at: Any) -> jax.Array:
+        return out[k][:, at].astype(jnp.float32)
+
+    def write(k: int, at: Any, new: jax.Array, fresh: jax.Array | bool) -> None:
+        out[k][:, at] = jnp.where(mine, new, jnp.where(fresh, 0.0, made(k, at))).astype(out[k].dtype)
+
+    @pl.when(count == 0)
+    def _none() -> None:
+        coming.start(jnp.int32(0))
+        for k in range(K):
+            blocks(k, lambda at, _, k=k: write(k, at, based(k, at), fresh))
+
+    def shrink(chunk: jax.Array) -> None:
+        """``h_refs``: rows times the chunk's A, zeros where a column is not the row's own."""
+        slot = fetch.slot(chunk)
+
+        def whole() -> None:
+            for ref, h in zip(h_refs, tiles.shrink(x, a_buf, slot, of.own(chunk), columns, scale)):
+                ref[...] = h.astype(ref.dtype)
+
+        def halves() -> None:
+            first, second = of.own(chunk, 0), of.own(chunk, 1)
+            [both] = tiles.shrink(x, [one.at[:, : C // 2] for one in a_buf], slot, first | second, columns, scale)
+            # Turned, the second one's columns lie where its adapters' B do.
+            for ref, h in zip(h_refs, (both, pltpu.roll(both, C * R // 2, 1))):
+                ref[...] = jnp.where(first, h, 0.0).astype(ref.dtype)
+
+        if K == 2 and C > 1:
+            jax.lax.cond(count <= C // 2, halves, whole)
+        else:
+            whole()
+
+    def expand(chunk: jax.Array, k: int, base: Any, fresh: jax.Array | bool) -> jax.Array:
+        """Writes ``base`` and what the chunk adds; ``[8, 128]``, sums of it all."""
+        slot = fetch.slot(chunk)
+
+        def part(at: Any, total: jax.Array) -> jax.Array:
+            # The small product first: behind the large one it took 480 bundles more on a v5e, 9 % of the base's.
+            delta = dot(h_refs[k][...], b_buf[k][slot, :, :, at].reshape(C * R, at.size).astype(x.dtype), (1, 0))
+            new = delta + base(k, at)
+            write(k, at, new, fresh)
+            return total + tiles.folded(new)
+
+        return blocks(k, part, jnp.zeros((8, tiles.LANES), jnp.float32))
+
+    def clean(chunk: jax.Array) -> None:
+        """Zeros for what is not finite in the chunk's B, and in ``bad_refs`` where a row's own was."""
+        slot, own = fetch.slot(chunk), jnp.where(of.own(chunk), 1.0, 0.0)
+        for k in range(K):
+
+            def part(at: Any, _: None, k: int = k) -> None:
+                held = b_buf[k][slot, :, :, at]
+                bad_refs[k][:, at] = dot(own, jnp.where(tiles.fine(held), 0.0, 1.0).reshape(C * R, at.size), (1, 0))
+                b_buf[k][slot, :, :, at] = tiles.cleaned(held)
+
+            blocks(k, part)
+
+    def poison() -> None:
+        for k in range(K):
+            blocks(k, lambda at, _, k=k: write(k, at, jnp.where(bad_refs[k][:, at] > 0, jnp.nan, made(k, at)), False))
+
+    def one(chunk: jax.Array, again: jax.Array, base: Any, fresh: jax.Array | bool) -> jax.Array:
+        @pl.when(chunk + 1 < chunks)
+        def _next() -> None:
+            fetch.start(chunk + 1)
+
+        fetch.wait(chunk)
+
+        @pl.when((chunk + 1 == chunks) & ~again)
+        def _ahead() -> None:
+            coming.start(jnp.int32(0))
+
+        shrink(chunk)
+        pl.when(again)(lambda: clean(chunk))
+        total = functools.reduce(jnp.add, [expand(chunk, k, base, fresh) for k in range(K)])
+        pl.when(again)(poison)
+        return jnp.where(jnp.abs(jnp.sum(total)) < jnp.inf, 0, 1)
+
+    def computed(turn: jax.Array) -> jax.Array:
+        again = turn > 0
+
+        @pl.when(again)
+        def _fetched_once_more() -> None:
+            coming.wait(jnp.int32(0))  # its place may be needed
+            fetch.start(jnp.int32(0))
+
+        strange = one(jnp.int32(0), again, based, fresh)
+        strange = jax.lax.fori_loop(1, chunks, lambda chunk, strange: strange + one(chunk, again, made, False), strange)
+        pl.when(again)(lambda: coming.start(jnp.int32(0)))
+        return strange
+
+    @pl.when(count > 0)
+    def _some() -> None:
+        # One copy of the code for both turns: another might add in another order.
+        jax.lax.fori_loop(
+            0, 2, lambda turn, strange: jax.lax.cond((turn == 0) | (strange > 0), computed, jnp.zeros_like, turn), jnp.int32(0)
+        )
+
+    begin[0] = fetch.slot(chunks)
+
+
+def matmul(
+    x: jax.Array,
+    w: Arrays,
+    sizes: jax.Array,
+    a: Arrays,
+    b: Arrays,
+    factor: jax.Array,
+    scale: jax.Array | None = None,
+    how: Config | None = None,
+    interpret: Any = False,
+) -> tuple[jax.Array, ...]:
+    """``x w_k + scale (x a_k^T) b_k``; see ``packed_matmul``. ``scale [M]`` is of each row."""
+    how = how or config(x, sizes)
+    (M, D), K, (W, R, _) = x.shape, len(w), a[0].shape
+    T, C = tiles.tile_rows(x, how), tiles.chunk_size(R)
+    widths = [one.shape[2] for one in w]
+    visits = visits_of(sizes, jnp.minimum(factor, W - 1), T)
+    N, last = -(-M // T), visits.tile.shape[0] - 1
+    scales = [] if scale is None else [jnp.pad(scale.astype(jnp.float32), (0, N * T - M)).reshape(N, 1, T)]
+    rows, *results = (pl.BlockSpec((T, n), lambda v, tile, expert: (tile[v], 0)) for n in (D, *widths))
+
+    def runs(step: int) -> Any:
+        return pl.BlockSpec((1, 1, visits.meta.shape[2]), lambda v, *_: (jnp.minimum(v + step, last), 0, 0), memory_space=pltpu.SMEM)
+
+    made = pl.pallas_call(
+        functools.partial(_kernel, K=K, C=C, R=R, columns=how.columns, scaled=scale is not None),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=2,
+            grid=(visits.total,),
+            in_specs=[
+                runs(0),
+                runs(1),
+                pl.BlockSpec((1, 1, T), lambda v, *_: (v, 0, 0)),
+                *(pl.BlockSpec((1, 1, T), lambda v, tile, expert: (tile[v], 0, 0)) for _ in scales),
+                rows,
+                *(pl.BlockSpec((None, *one.shape[1:]), lambda v, tile, expert: (expert[v], 0, 0)) for one in w),
+                *[pl.BlockSpec(memory_space=pl.ANY)] * (2 * K),
+            ],
+            out_specs=results,
+            scratch_shapes=[*_scratch(x, a, b, how), pltpu.SemaphoreType.DMA((2,)), pltpu.SMEM((1,), jnp.int32)],
+        ),
+        out_shape=[jax.ShapeDtypeStruct((M, n), x.dtype) for n in widths],
+        compiler_params=tiles.PARAMS,
+        cost_estimate=tiles.estimate(cost.packed_matmul(x, w, a, b)),
+        interpret=interpret,
+        name="packed_matmul",
+    )(visits.tile, visits.expert, visits.meta, visits.meta, visits.local, *scales, x, *w, *a, *b)
+    return tuple(made)

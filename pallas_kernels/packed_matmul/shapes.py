@@ -1,0 +1,29 @@
+"""Shapes of real models, for tests: Qwen3-30B-A3B (2048 x 768, 128 experts), whole or on one of eight devices."""
+
+from typing import NamedTuple
+
+
+class Shape(NamedTuple):
+    """One call.
+
+    Attributes:
+        rows, d_in, d_out: of the call; one width out for each projection.
+        experts: of one device.
+        rank: of the adapters.
+        adapters: of each expert.
+    """
+
+    rows: int
+    d_in: int
+    d_out: tuple[int, ...]
+    experts: int
+    rank: int = 16
+    adapters: int = 8
+
+
+SHAPES = (
+    Shape(16384, 2048, (768, 768), 128),
+    Shape(16384, 768, (2048,), 128),
+    Shape(512, 2048, (768, 768), 128, adapters=64),
+    Shape(16384, 2048, (768, 768), 16, rank=128, adapters=2),
+)

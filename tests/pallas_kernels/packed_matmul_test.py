@@ -1,0 +1,207 @@
+"""Packed matmul against float64, forward and backward; isolation, races, vmap, and what TPUs' compilers make of it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import SingleDeviceSharding
+
+from mint_jax.aot import chips
+from pallas_kernels import cost, dispatch, packed_matmul
+from pallas_kernels.packed_matmul import pallas_tpu, reference, shapes, visits, xla
+from tests.pallas_kernels.packed_lora_test import close
+
+SMALL = pallas_tpu.Config(rows=32, columns=128)  # several tiles and blocks of columns
+FORMS = {
+    "pallas_tpu": jax.jit(functools.partial(pallas_tpu.matmul, how=SMALL, interpret=True)),
+    "xla": jax.jit(xla.matmul),
+}
+
+
+def arguments(rng, M, D, widths, R, adapters, E, dtype):
+    """Experts of any size, some of none, rows behind the last, and of each expert rows of some of its adapters, or of none."""
+
+    def normal(*shape, scale=1.0):
+        return jnp.array(scale * rng.normal(size=shape), dtype)
+
+    W, rows = adapters * E, M - int(rng.integers(0, M // 4))
+    sizes = rng.multinomial(rows, rng.dirichlet(np.full(E, 0.7)))
+    of_rows = [np.sort(rng.integers(-1, adapters, size)) for size in sizes]
+    factor = np.concatenate([np.where(one < 0, -1, one * E + e) for e, one in enumerate(of_rows)] + [np.full(M - rows, -1)])
+    w, a = [normal(E, D, F, scale=D**-0.5) for F in widths], [normal(W, R, D, scale=D**-0.5) for _ in widths]
+    b = [normal(W, R, F, scale=R**-0.5) for F in widths]
+    return normal(M, D), w, jnp.array(sizes, jnp.int32), a, b, jnp.array(factor, jnp.int32)
+
+
+CASES = [
+    (70, 256, (128, 256), 16, 3, 3, "float32"),
+    (100, 128, (128, 128), 32, 12, 2, "bfloat16"),  # several chunks
+    (130, 128, (384,), 1, 40, 2, "float32"),
+    (33, 128, (128, 128), 4, 4, 30, "bfloat16"),  # more experts than tiles
+    (100, 128, (128,), 256, 2, 2, "float32"),
+    (5, 128, (128,), 8, 4, 3, "float32"),
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", [*CASES[:3], *(pytest.param(case, marks=pytest.mark.long) for case in CASES[3:])], ids=str)
+def test_values_are_those_of_float64(rng, form, case):
+    args = arguments(rng, *case)
+    scale = jnp.array(rng.uniform(0.5, 2, case[0]), jnp.float32)
+    for scales in (None, scale):
+        close(FORMS[form](*args, scales), reference.packed_matmul(*args, scales), case[-1])
+
+
+@pytest.mark.parametrize("many", [3, 20], ids=lambda many: f"{many} adapters")  # of rank 16: half a chunk and less, and several chunks
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_not_finite_stays_with_its_adapter(rng, form, many):
+    """In factors and rows: every other row keeps its bits, beside it in the matrix unit and in the tile."""
+    call, M, E = FORMS[form], 75, 3
+    x, w, sizes, a, b, factor = arguments(rng, M, 128, (128, 256), 16, many, E, "bfloat16")
+    sizes = jnp.array([30, 0, 40], jnp.int32)
+    factor = jnp.array(
+        [-1, *np.sort(np.resize(rng.permutation(many), 29)) * E, *np.sort(np.resize(rng.permutation(many), 40)) * E + 2] + [-1] * 5
+    )
+    clean = call(x, w, sizes, a, b, factor)
+    row = int(rng.choice(np.flatnonzero(np.array(factor) >= 0)))
+    mine = np.array(factor) == int(factor[row])
+    for value in (np.nan, np.inf, -np.inf):
+        for where in ("a", "b", "x"):
+            args = {"x": x, "a": list(a), "b": list(b)}
+            if where == "x":
+                args["x"] = x.at[row, rng.integers(128)].set(value)
+            else:
+                k = int(rng.integers(2))
+                args[where][k] = args[where][k].at[int(factor[row]), int(rng.integers(16)), int(rng.integers(128))].set(value)
+            made = call(args["x"], w, sizes, args["a"], args["b"], factor)
+            for one, other in zip(made, clean, strict=True):
+                assert np.array(one)[~mine].tobytes() == np.array(other)[~mine].tobytes(), (where, value)
+            assert any(not np.isfinite(np.array(one, np.float32)[mine]).all() for one in made), "and it is told"
+
+
+def test_the_kernel_has_no_races_and_reads_nothing_that_was_not_written(rng):
+    """In the interpreter that keeps the device's memories and clocks, where scratch begins as NaN; several chunks and tiles, and a NaN."""
+    x, w, _, a, b, _ = arguments(rng, 48, 128, (128,), 64, 4, 2, "float32")
+    sizes = jnp.array([20, 22], jnp.int32)  # a tile of 16 rows has both
+    factor = jnp.array([0] * 3 + [2] * 7 + [4] * 2 + [6] * 7 + [-1] + [1] * 9 + [3] + [5] + [7] * 5 + [-1] * 12, jnp.int32)
+    from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+
+    how = {"how": pallas_tpu.Config(rows=16, columns=128), "interpret": pltpu.InterpretParams(detect_races=True)}
+    made = pallas_tpu.matmul(x, w, sizes, a, b, factor, **how)
+    close(made, reference.packed_matmul(x, w, sizes, a, b, factor), "float32")
+    assert not interpret_pallas_call.races.races_found
+    b = [b[0].at[3, 0, 0].set(jnp.nan)]
+    [again] = pallas_tpu.matmul(x, w, sizes, a, b, factor, **how)
+    assert not interpret_pallas_call.races.races_found
+    bad = np.zeros((48, 128), bool)
+    bad[29, 0] = True
+    assert (np.isnan(np.array(again)) == bad).all()
+    assert np.array(again)[~bad].tobytes() == np.array(made[0])[~bad].tobytes()
+
+
+@pytest.mark.parametrize("implementation", FORMS)
+def test_vmap_over_policies_is_one_product_with_their_gradients(rng, implementation):
+    P, M, case = 3, 40, (40, 128, (128, 128), 16, 3, 2, "float32")
+    call = functools.partial(packed_matmul.packed_matmul, implementation=implementation, interpret=True)
+    of = [arguments(rng, *case) for _ in range(P)]
+    w = of[0][1]
+    x, _, sizes, a, b, factor = jax.tree.map(lambda *v: jnp.stack(v), *of)
+    weights = [jnp.array(rng.normal(size=(M, 128)), jnp.float32) for _ in w]
+
+    def loss(x, a, b, w, sizes, factor):
+        return sum(jnp.sum(y * g) for y, g in zip(call(x, w, sizes, a, b, factor), weights, strict=True))
+
+    many = jax.jit(jax.vmap(call, in_axes=(0, None, 0, 0, 0, 0)))
+    wanted = [reference.packed_matmul(one[0], w, *one[2:]) for one in of]
+    close(many(x, w, sizes, a, b, factor), [np.stack(y) for y in zip(*wanted)], "float32")
+    grads = jax.jit(jax.vmap(jax.grad(loss, argnums=(0, 1, 2)), in_axes=(0, 0, 0, None, 0, 0)))(x, a, b, w, sizes, factor)
+    wanted = [reference.gradients(one[0], w, one[2], one[3], one[4], weights, one[5]) for one in of]
+    close(grads, jax.tree.map(lambda *v: np.stack(v), *wanted), "float32")
+    jaxprs = (
+        jax.make_jaxpr(lambda *args: call(args[0], w, *args[1:]))(of[0][0], *of[0][2:]),
+        jax.make_jaxpr(many)(x, w, sizes, a, b, factor),
+    )
+    one, of_many = (str(jaxpr).count("pallas_call[") for jaxpr in jaxprs)
+    assert one == of_many == (implementation == "pallas_tpu")
+    # Experts of each policy, and adapters that all share.
+    own = jnp.stack([one[1][0] for one in of])
+    made = jax.vmap(call, in_axes=(0, 0, 0, None, None, 0))(x, [own], sizes, a[0][:1], b[0][:1], factor)
+    wanted = [reference.packed_matmul(one[0], [one[1][0]], one[2], [a[0][0]], [b[0][0]], one[5]) for one in of]
+    close(made, [np.stack(y) for y in zip(*wanted)], "float32")
+
+
+def test_the_base_is_frozen(rng):
+    x, w, sizes, a, b, factor = arguments(rng, 16, 128, (128,), 8, 2, 2, "float32")
+    with pytest.raises(ValueError, match="they are frozen"):
+        jax.grad(lambda w: packed_matmul.packed_matmul(x, w, sizes, a, b, factor)[0].sum())(w)
+
+
+def test_visits_are_of_one_tile_and_one_expert():
+    factor = jnp.array([-1, 5, 5, 5, 1, 1, 1, 3, 3, -1, -1, -1], jnp.int32)
+    made = visits.visits_of(jnp.array([4, 0, 1, 1, 2], jnp.int32), factor, 4)
+    assert int(made.total) == 5
+    assert made.tile.tolist()[:5] == [0, 1, 1, 1, 2]
+    assert made.expert.tolist()[:5] == [0, 2, 3, 4, 4], "a tile without rows brings no matrix"
+    assert made.local[:5, 0].tolist() == [[-1, 0, 0, 0], [0, -2, -2, -2], [-2, 0, -2, -2], [-2, -2, 0, 1], [-2] * 4]
+    count = made.meta[:, 0, 4 + visits.COUNT].tolist()
+    assert count == [1, 1, 1, 2, 0] + [0] * (len(count) - 5)
+    assert [made.meta[v, 0, :n].tolist() for v, n in enumerate(count[:5])] == [[5], [1], [1], [1, 3], []]
+
+
+def test_an_implementation_says_why_it_does_not_serve_and_what_does(rng):
+    x, w, sizes, a, b, factor = arguments(rng, 16, 128, (128,), 16, 2, 2, "bfloat16")
+    for args, why in (
+        ((x, [one.astype(jnp.float32) for one in w], sizes, a, b, factor), "experts' matrices are float32 and rows bfloat16"),
+        ((x, w, sizes, [one[:, :1] for one in a], [one[:, :1] for one in b], factor), "rank 1 in bfloat16 would be copied whole"),
+    ):
+        told = dict(dispatch.explain(packed_matmul.MATMUL, *args))
+        assert told["pallas_tpu"].startswith(f"does not serve: {why}")
+        assert told["xla"] == "serves on any platform"
+    with pytest.raises(ValueError, match=r"expected \[M, D\], \[E, D, F\]"):
+        packed_matmul.packed_matmul(x, w, sizes, a, [one[:, :, :64] for one in b], factor)
+
+    def spec(*dims, dtype="bfloat16"):
+        return jax.ShapeDtypeStruct(dims, dtype)
+
+    large = spec(1024, 7168), [spec(12, 7168, 2048)], spec(12, dtype="int32"), [spec(96, 16, 7168)], [spec(96, 16, 2048)]
+    assert "MiB of a core's memory" in dict(dispatch.explain(packed_matmul.MATMUL, *large))["pallas_tpu"], "two of Kimi-K2's matrices"
+
+
+def test_bytes_are_those_of_the_two_with_rows_moved_once(rng):
+    x, w, sizes, a, b, factor = arguments(rng, 64, 128, (128, 256), 16, 2, 3, "bfloat16")
+    made = cost.packed_matmul(x, w, a, b, sizes, factor)
+    base, lora = cost.grouped(x, w, sizes), cost.packed_lora(x, a, b, [jnp.zeros((64, n), x.dtype) for n in (128, 256)], factor)
+    assert made == cost.Cost(base.flops + lora.flops, base.rows, base.weights + lora.weights)
+
+
+CHIPS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
+
+
+def check_compiled(chip: str, shape: shapes.Shape) -> None:
+    device = chips.target(chip).devices[0]
+
+    def spec(*dims, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=SingleDeviceSharding(device))
+
+    M, D, E, W, R = shape.rows, shape.d_in, shape.experts, shape.experts * shape.adapters, shape.rank
+    args = spec(M, D), [spec(E, D, F) for F in shape.d_out], spec(E, dtype=jnp.int32), [spec(W, R, D) for _ in shape.d_out]
+    args = (*args, [spec(W, R, F) for F in shape.d_out], spec(M, dtype=jnp.int32))
+    with jax.default_device(device):
+        made = jax.jit(packed_matmul.packed_matmul).lower(*args).compile()
+    assert made.as_text().count('custom_call_target="tpu_custom_call"') == 1, (shape, "the kernel, and nothing in its place")
+    assert made.memory_analysis().temp_size_in_bytes < 3 << 20, shape  # numbers of rows, runs and visits
+
+
+@pytest.mark.parametrize("chip", [CHIPS[0], *(pytest.param(chip, marks=pytest.mark.long) for chip in CHIPS[1:])])
+def test_a_tpus_compiler_takes_the_kernel_with_nothing_large_beside_it(chip):
+    check_compiled(chip, shapes.SHAPES[0])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("chip", ["v5p:2x2x1", "tpu7x:2x2x1"])  # the largest and the smallest memory of a core
+def test_a_tpus_compiler_takes_the_kernel_for_all_real_shapes(chip):
+    for shape in shapes.SHAPES[1:]:
+        check_compiled(chip, shape)
