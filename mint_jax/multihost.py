@@ -321,8 +321,10 @@ def _gather(mesh: Any) -> Callable[[list[jax.Array]], list[jax.Array]]:
 
 def replicate(tree: Any, mesh: Any) -> Any:
     """Host arrays, equal in every process, as arrays on all devices of the mesh; in a single process they stay as they are."""
+    if count() == 1:
+        return tree
     everywhere = NamedSharding(mesh, PartitionSpec())
-    return tree if count() == 1 else place(tree, jax.tree.map(lambda _: everywhere, tree))
+    return place(tree, jax.tree.map(lambda _: everywhere, tree))
 
 
 def place(tree: Any, shardings: Any) -> Any:
