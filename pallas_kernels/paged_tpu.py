@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.paged import PAGE, RUN, RUN_PAGES
+from pallas_kernels.paged import PAGE, RUN, RUN_PAGES, Rows
 from pallas_kernels.partial import MASKED, Partial
 from pallas_kernels.products import dot
 
@@ -104,7 +104,7 @@ def require(queries: Sequence[jax.Array], pools: Sequence[jax.Array], value: int
         raise NotImplementedError(f"queries and chunks need {(held + values) >> 20} MiB of a core's memory, and {ROOM >> 20} are there")
 
 
-class _Rows:
+class _Positions:
     """Where each row's tokens lie."""
 
     def __init__(self, prefix: Any, own: Any, first: Any, runs: int):
@@ -141,7 +141,9 @@ class _Stream:
         tables: ``[2, 1, D]`` of the row whose chunks are being started and of the one behind it.
     """
 
-    def __init__(self, rows: _Rows, stop: jax.Array, layer: Any, table: Any, pools: Any, tables: Any, state: Any, sem: Any, table_sem: Any):
+    def __init__(
+        self, rows: _Positions, stop: jax.Array, layer: Any, table: Any, pools: Any, tables: Any, state: Any, sem: Any, table_sem: Any
+    ):
         self.rows, self.stop, self.layer, self.table, self.pools = rows, stop, layer, table, pools
         self.tables, self.state, self.sem, self.table_sem = tables, state, sem, table_sem
         self.slots = pools[0][1].shape[0]
@@ -237,7 +239,7 @@ class _Stream:
             jax.lax.fori_loop(0, pages, lambda j, _: pl.when(self.rows.seen(b, position + j * PAGE))(lambda: one(j)), None)
 
 
-def _clean(rows: _Rows, b: jax.Array, position: jax.Array, values: Any, slot: jax.Array) -> None:
+def _clean(rows: _Positions, b: jax.Array, position: jax.Array, values: Any, slot: jax.Array) -> None:
     """Zeros in a slot's values ``[K, S, X]`` where no token is."""
     S = values.shape[2]
 
@@ -258,7 +260,7 @@ def _kernel(layer, prefix, own, first, *refs, value: int, scale: float, keys: in
     tables, state, top, total, sem, table_sem = refs
     each = pl.num_programs(1)
     b = pl.program_id(0) * each + pl.program_id(1)
-    rows = _Rows(prefix, own, first, sizes.runs)
+    rows = _Positions(prefix, own, first, sizes.runs)
     stream = _Stream(rows, (pl.program_id(0) + 1) * each, layer, table, [*zip(of_pools, slots)], tables, state, sem, table_sem)
 
     @pl.when(pl.program_id(1) == 0)
@@ -305,11 +307,7 @@ def attend(
     pools: Sequence[jax.Array],
     value: int,
     width: int,
-    layer: jax.Array,
-    table: jax.Array,
-    prefix: jax.Array,
-    own: jax.Array,
-    first: jax.Array,
+    rows: Rows,
     scale: float,
     config: Config = Config(),
     interpret: Any = False,
@@ -320,8 +318,8 @@ def attend(
         queries: ``[B, K, M, H_i]`` for the keys of the pools of the same places; scores are the sum over them.
         pools: ``[L, U, K, PAGE, X_i]``, X_i at least H_i.
         value: the pool of the values, of which the first ``width`` dimensions are summed.
-        layer: int32; the others as in ``paged.attend``.
     """
+    layer, table, prefix, own, first = rows
     (B, K, M, _), D = queries[0].shape, table.shape[1]
     sizes = _sizes(queries, pools, config)
     queries = [jnp.pad(q, ((0, 0), (0, 0), (0, sizes.M - M), (0, 0))) for q in queries]

@@ -28,7 +28,7 @@ def arguments(rng, B, M, C, J, L, dtype, **lengths):
     rows, U = pages.random_rows(rng, B, L, **lengths)
     pools = (pages.random_pool(rng, rows, (L, U, pages.PAGE, -(-n // 128) * 128), n, dtype) for n in (C, J))
     queries = (jnp.array(rng.normal(size=(B, M, n)), dtype) for n in (C, J))
-    return *queries, *pools, *rows
+    return *queries, *pools, rows
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -45,15 +45,15 @@ def test_values_are_those_of_float64(rng, form, case):
 def test_what_is_not_finite_stays_with_its_row(rng):
     lengths = {"prefix": [200, 40, 129, 0], "own": [31, 140, 1, 33], "first": [0] * 4}
     names = ("q_latent", "q_rope", "latent", "rope")
-    *args, layer, table, prefix, own, first = arguments(rng, 4, 6, 128, 64, 2, "float32", **lengths)
-    rest, form = (layer, table, prefix, own, first), FORMS["pallas_tpu small"]
-    clean = form(*args, *rest)
+    *args, rows = arguments(rng, 4, 6, 128, 64, 2, "float32", **lengths)
+    form = FORMS["pallas_tpu small"]
+    clean = form(*args, rows)
     for value in (np.nan, np.inf, -np.inf):
         for n, name in enumerate(names):
             bad = int(rng.integers(4))
-            place = (bad, 3, 5) if name.startswith("q") else (layer, int(table[bad, 0]), 0, 5)
+            place = (bad, 3, 5) if name.startswith("q") else (rows.layer, int(rows.table[bad, 0]), 0, 5)
             dirty = [x.at[place].set(value) if i == n else x for i, x in enumerate(args)]
-            made = form(*dirty, *rest)
+            made = form(*dirty, rows)
             for one, other in zip(made, clean, strict=True):
                 others = np.arange(4) != bad
                 assert np.array(one)[others].tobytes() == np.array(other)[others].tobytes(), (name, value)
@@ -72,9 +72,10 @@ def test_the_kernel_has_no_races_and_reads_nothing_that_was_not_written(rng):
 
 def test_chosen_keys_are_left_to_xla(rng):
     """And are the only ones that are seen: two tokens of three heads."""
-    q_latent, q_rope, latent, rope, layer, table, prefix, own, first = arguments(rng, 3, 6, 128, 64, 1, "float32")
+    *queries, latent, rope, rows = arguments(rng, 3, 6, 128, 64, 1, "float32")
+    layer, table, prefix, own, first = rows
     chosen = rng.random((3, 2, table.shape[1] // 4, 128)) < 0.5
-    args = q_latent, q_rope, latent, rope, layer, table, prefix, own, first
+    args = *queries, latent, rope, rows
     assert dict(dispatch.explain(latent_attention.ATTEND, *args, chosen)) == {
         "pallas_tpu": "does not serve: which keys a query sees is chosen",
         "xla": "serves on any platform",
@@ -87,7 +88,7 @@ def test_chosen_keys_are_left_to_xla(rng):
             at = at[at >= int(first[b]) * 128]
             page = np.asarray(table)[b, at // 32]
             keys = (np.array(x, np.float64)[int(layer), page, at % 32, :n] for x, n in ((latent, 128), (rope, 64)))
-            q = np.concatenate([np.array(x, np.float64)[b, 3 * t : 3 * t + 3] for x in (q_latent, q_rope)], axis=1)
+            q = np.concatenate([np.array(x, np.float64)[b, 3 * t : 3 * t + 3] for x in queries], axis=1)
             values, positions = keys
             s = q @ np.concatenate([values, positions], axis=1).T * SCALE
             if len(at):
@@ -101,14 +102,15 @@ def test_shapes_are_checked(rng):
     with pytest.raises(ValueError, match="queries have shapes"):
         latent_attention.latent_attention(args[0], args[1], args[2][..., :64], *args[3:], scale=SCALE)
     with pytest.raises(ValueError, match="D a multiple of 4"):
-        latent_attention.latent_attention(*args[:5], args[5][:, :3], *args[6:], scale=SCALE)
+        latent_attention.latent_attention(*args[:4], args[4]._replace(table=args[4].table[:, :3]), scale=SCALE)
 
 
 def check(chip: str, shape: shapes.Shape) -> None:
     B, M, positions, C, J, width, dtype = shape
-    queries, pools = ([((B, M, n), dtype) for n in (C, J)], [((2, 4096, pages.PAGE, n), dtype) for n in (C, width)])
+    queries = [jax.ShapeDtypeStruct((B, M, n), dtype) for n in (C, J)]
+    pools = [jax.ShapeDtypeStruct((2, 4096, pages.PAGE, n), dtype) for n in (C, width)]
     call = functools.partial(latent_attention.latent_attention, scale=SCALE)
-    made = pages.compiled(chip, call, [*queries, *pools, *pages.of_rows(B, positions)])
+    made = pages.compiled(chip, call, (*queries, *pools, pages.of_rows(B, positions)))
     pages.check_compiled(made, 4 * B * M * (C + width))
 
 

@@ -9,6 +9,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import dispatch, paged_attention
+from pallas_kernels.paged import Rows
 from pallas_kernels.paged_attention import pallas_tpu, reference, shapes, xla
 from pallas_kernels.paged_tpu import Config
 from tests.pallas_kernels import pages
@@ -26,7 +27,7 @@ FORMS = {
 def arguments(rng, B, K, M, H, X, L, dtype, **lengths):
     rows, U = pages.random_rows(rng, B, L, **lengths)
     k, v = (pages.random_pool(rng, rows, (L, U, K, pages.PAGE, X), H, dtype) for _ in "kv")
-    return jnp.array(2 * rng.normal(size=(B, K, M, H)), dtype), k, v, *rows
+    return jnp.array(2 * rng.normal(size=(B, K, M, H)), dtype), k, v, rows
 
 
 def wanted(args):
@@ -73,16 +74,16 @@ def test_rows_that_have_nothing_are_passed_over_wherever_they_stand(rng, lengths
 def test_what_is_not_finite_stays_with_its_row(rng, form):
     """In a row's query, keys and values: every other row keeps its bits, and the row tells."""
     lengths = {"prefix": [200, 40, 129, 0], "own": [31, 140, 1, 33], "first": [0] * 4}
-    q, k, v, layer, table, *rest = arguments(rng, 4, 2, 3, 64, 128, 2, "float32", **lengths)
-    clean = FORMS[form](q, k, v, layer, table, *rest)
+    q, k, v, rows = arguments(rng, 4, 2, 3, 64, 128, 2, "float32", **lengths)
+    clean = FORMS[form](q, k, v, rows)
     for value in (np.nan, np.inf, -np.inf):
         for where in "qkv":
             bad = int(rng.integers(4))
-            page, at, h = int(table[bad, 0]), 0, int(rng.integers(2))  # each row has a token there
+            page, at, h = int(rows.table[bad, 0]), 0, int(rng.integers(2))  # each row has a token there
             args = {"q": q, "k": k, "v": v}
-            place = (bad, h, slice(None), 5) if where == "q" else (layer, page, h, at, slice(None) if where == "v" else 5)
+            place = (bad, h, slice(None), 5) if where == "q" else (rows.layer, page, h, at, slice(None) if where == "v" else 5)
             args[where] = args[where].at[place].set(value)
-            made = FORMS[form](*args.values(), layer, table, *rest)
+            made = FORMS[form](*args.values(), rows)
             for one, other in zip(made, clean, strict=True):
                 others = np.arange(4) != bad
                 assert np.array(one)[others].tobytes() == np.array(other)[others].tobytes(), (where, value)
@@ -95,12 +96,12 @@ def test_what_is_not_finite_stays_with_its_row(rng, form):
 
 @pytest.mark.bits
 def test_a_row_s_bits_do_not_depend_on_the_rows_beside_it(rng):
-    q, k, v, layer, table, prefix, own, first = arguments(rng, 6, 2, 3, 64, 128, 2, "float32")
+    q, k, v, rows = arguments(rng, 6, 2, 3, 64, 128, 2, "float32")
     form = FORMS["pallas_tpu small"]
-    together = form(q, k, v, layer, table, prefix, own, first)
+    together = form(q, k, v, rows)
     order = rng.permutation(6)
     for some in (order, order[:3]):  # another order, in which a part of the rows is of another size; and fewer
-        for one, other in zip(form(q[some], k, v, layer, *(x[some] for x in (table, prefix, own, first))), together):
+        for one, other in zip(form(q[some], k, v, Rows(rows.layer, *(x[some] for x in rows[1:]))), together):
             np.testing.assert_array_equal(np.array(one), np.array(other)[some])
 
 
@@ -122,8 +123,7 @@ def test_an_implementation_says_why_it_does_not_serve_and_shapes_are_checked(rng
         return jax.ShapeDtypeStruct(dims, dtype)
 
     def told(q, k, **how):
-        rows = spec(4, 8, dtype="int32"), *(spec(4, dtype="int32"),) * 3
-        return dict(dispatch.explain(paged_attention.ATTEND, q, k, k, spec(dtype="int32"), *rows))["pallas_tpu"]
+        return dict(dispatch.explain(paged_attention.ATTEND, q, k, k, pages.of_rows(4, 8 * pages.PAGE)))["pallas_tpu"]
 
     assert told(spec(4, 2, 3, 64), spec(1, 9, 2, 32, 128)) == "serves on tpu"
     assert told(spec(4, 2, 3, 64), spec(1, 9, 2, 32, 64)) == "does not serve: a pool's width 64 is no multiple of 128"
@@ -133,15 +133,15 @@ def test_an_implementation_says_why_it_does_not_serve_and_shapes_are_checked(rng
     with pytest.raises(ValueError, match=r"expected \[B, K, M, H\]"):
         paged_attention.paged_attention(args[0], args[1][..., :32], *args[2:], scale=SCALE)
     with pytest.raises(ValueError, match="D a multiple of 4"):
-        paged_attention.paged_attention(*args[:4], args[4][:, :3], *args[5:], scale=SCALE)
+        paged_attention.paged_attention(*args[:3], args[3]._replace(table=args[3].table[:, :3]), scale=SCALE)
     with pytest.raises(ValueError, match="prefix, own and first have shapes"):
-        paged_attention.paged_attention(*args[:5], args[5][:1], *args[6:], scale=SCALE)
+        paged_attention.paged_attention(*args[:3], args[3]._replace(prefix=args[3].prefix[:1]), scale=SCALE)
 
 
 def check(chip: str, shape: shapes.Shape) -> None:
     B, K, M, H, X, positions, dtype = shape
-    pool = ((2, 4096, K, pages.PAGE, X), dtype)
-    arrays = [((B, K, M, H), dtype), pool, pool, *pages.of_rows(B, positions)]
+    pool = jax.ShapeDtypeStruct((2, 4096, K, pages.PAGE, X), dtype)
+    arrays = jax.ShapeDtypeStruct((B, K, M, H), dtype), pool, pool, pages.of_rows(B, positions)
     made = pages.compiled(chip, functools.partial(paged_attention.paged_attention, scale=SCALE), arrays)
     pages.check_compiled(made, 4 * B * K * max(M, 8) * 128)
 
