@@ -143,7 +143,8 @@ def _absorbed(q_BTNH, q_BTNJ, new, cache: paged.Cache, p, lora, cfg: ModelConfig
         queries = q_BTNC.reshape(B, T * N, -1), q_BTNJ.reshape(B, T * N, -1)
 
         def read(queries, rows, chosen):
-            args = *queries, pool["latent"], pool["rope"], rows, chosen
+            q_C, q_J = queries
+            args = q_C, q_J, pool["latent"], pool["rope"], rows, chosen
             kernel = cfg.kernels.latent_attention if chosen is None else "auto"  # what is chosen no kernel serves
             return latent_kernels.latent_attention(*args, scale=factor, implementation=kernel)
 

@@ -12,12 +12,13 @@ import jax
 
 from pallas_kernels import dispatch, paged
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.latent_attention import pallas_tpu, xla
+from pallas_kernels.latent_attention import pallas_gpu, pallas_tpu, xla
 from pallas_kernels.paged import PAGE, Rows
 from pallas_kernels.partial import Partial
 
 ATTEND = (
     Implementation("pallas_tpu", "tpu", pallas_tpu.attend, pallas_tpu.require),
+    Implementation("pallas_gpu", "cuda", pallas_gpu.attend, pallas_gpu.require),
     Implementation("xla", None, xla.attend, dispatch.anything),
 )
 
@@ -42,7 +43,7 @@ def latent_attention(
         rows: what each row reads.
         chosen: ``[B, T, D / RUN_PAGES, S]`` bool, positions that a token may see at all; None for all.
         scale: of scores.
-        implementation: ``auto``, ``xla`` or ``pallas_tpu``, see ``dispatch``.
+        implementation: ``auto``, ``xla``, ``pallas_tpu`` or ``pallas_gpu``, see ``dispatch``.
         interpret: run a kernel that is named in Pallas' interpreter; None: on a CPU.
 
     Raises:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.packed_attention.segments import meeting
 from pallas_kernels.partial import MASKED
 from pallas_kernels.products import dot
 
@@ -35,8 +36,8 @@ class Config(NamedTuple):
     block: int = 512
 
 
-def require_forward(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> None:
-    """Whether ``forward`` can serve these, or their shapes.
+def require(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> None:
+    """Whether ``forward`` and ``backward`` can serve these, or their shapes.
 
     Raises:
         NotImplementedError: with the reason.
@@ -45,9 +46,6 @@ def require_forward(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> Non
         raise NotImplementedError(f"queries, keys and values are {q.dtype}, {k.dtype}, {v.dtype}; all bfloat16 or all float32 are served")
     if wrong := [n for n in (q.shape[-1], v.shape[-1]) if n % 8 or n > WIDEST]:
         raise NotImplementedError(f"heads are {wrong[0]} wide; multiples of 8 up to {WIDEST} are served")
-
-
-require_backward = require_forward
 
 
 class _Blocks:
@@ -70,24 +68,9 @@ class _Blocks:
 
 
 def _segments(blocks: _Blocks, own: jax.Array, parent: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Segments ``[B, 1, T]`` twice, and ``[B, blocks, blocks]`` which blocks of queries may see something of which keys.
-
-    Ranges of segments that overlap say may; those that do not overlap say no.
-    """
+    """Segments ``[B, 1, T]`` twice, and ``[B, blocks, blocks]`` which blocks of queries may see something of which keys."""
     own, parent = (blocks.padded(x.astype(jnp.int32), 1, fill=-1) for x in (own, parent))  # padding sees itself
-
-    def ends(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x = x.reshape(x.shape[0], blocks.count, blocks.size)
-        return jnp.min(x, axis=2), jnp.max(x, axis=2)
-
-    (low, high), (low_parent, high_parent) = ends(own), ends(parent)
-
-    def meets(low: jax.Array, high: jax.Array, k_low: jax.Array, k_high: jax.Array) -> jax.Array:
-        return (low[:, :, None] <= k_high[:, None]) & (k_low[:, None] <= high[:, :, None])
-
-    at = jnp.arange(blocks.count)
-    meet = meets(low, high, low, high) | meets(low_parent, high_parent, low, high)
-    return own[:, None], parent[:, None], (meet & (at[:, None] >= at[None])[None]).astype(jnp.int32)
+    return own[:, None], parent[:, None], meeting(own, parent, blocks.size, blocks.size).astype(jnp.int32)
 
 
 def _div(x: jax.Array, n: int) -> jax.Array:

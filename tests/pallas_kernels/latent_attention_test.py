@@ -1,4 +1,4 @@
-"""Latent attention to a paged cache against float64, by XLA and by the kernel of TPUs: isolation, races, ahead-of-time compilation."""
+"""Latent attention to a paged cache against float64, by XLA and by the kernels: isolation, races, compilation ahead of time."""
 
 import functools
 
@@ -8,17 +8,20 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import dispatch, latent_attention
-from pallas_kernels.latent_attention import pallas_tpu, reference, shapes, xla
+from pallas_kernels import dispatch, latent_attention, paged_gpu
+from pallas_kernels.latent_attention import pallas_gpu, pallas_tpu, reference, shapes, xla
 from pallas_kernels.paged_tpu import Config
-from tests.pallas_kernels import pages
+from tests.pallas_kernels import gpu, pages
 from tests.pallas_kernels.pages import CHIPS
 
 SCALE = 0.15
 SMALL = Config(runs=2, slots=2, rows=8)
+SMALL_GPU = paged_gpu.Config(queries=16, keys=64, most=32, parts=3, warps=4, stages=2)
 FORMS = {
     "pallas_tpu": jax.jit(functools.partial(pallas_tpu.attend, scale=SCALE, interpret=True)),
     "pallas_tpu small": jax.jit(functools.partial(pallas_tpu.attend, scale=SCALE, config=SMALL, interpret=True)),
+    "pallas_gpu": jax.jit(functools.partial(pallas_gpu.attend, scale=SCALE, interpret=True)),
+    "pallas_gpu small": jax.jit(functools.partial(pallas_gpu.attend, scale=SCALE, how=SMALL_GPU, interpret=True)),
     "xla": jax.jit(functools.partial(xla.attend, scale=SCALE)),
 }
 
@@ -42,11 +45,12 @@ def test_values_are_those_of_float64(rng, form, case):
 
 
 @pytest.mark.bits
-def test_what_is_not_finite_stays_with_its_row(rng):
+@pytest.mark.parametrize("form", ["pallas_tpu small", "pallas_gpu small"])
+def test_what_is_not_finite_stays_with_its_row(rng, form):
     lengths = {"prefix": [200, 40, 129, 0], "own": [31, 140, 1, 33], "first": [0] * 4}
     names = ("q_latent", "q_rope", "latent", "rope")
     *args, rows = arguments(rng, 4, 6, 128, 64, 2, "float32", **lengths)
-    form = FORMS["pallas_tpu small"]
+    form = FORMS[form]
     clean = form(*args, rows)
     for value in (np.nan, np.inf, -np.inf):
         for n, name in enumerate(names):
@@ -78,6 +82,7 @@ def test_chosen_keys_are_left_to_xla(rng):
     args = *queries, latent, rope, rows
     assert dict(dispatch.explain(latent_attention.ATTEND, *args, chosen)) == {
         "pallas_tpu": "does not serve: which keys a query sees is chosen",
+        "pallas_gpu": "does not serve: which keys a query sees is chosen",
         "xla": "serves on any platform",
     }
     made = latent_attention.latent_attention(*args, chosen, scale=SCALE)
@@ -105,13 +110,16 @@ def test_shapes_are_checked(rng):
         latent_attention.latent_attention(*args[:4], args[4]._replace(table=args[4].table[:, :3]), scale=SCALE)
 
 
-def check(chip: str, shape: shapes.Shape) -> None:
+def arrays(shape: shapes.Shape):
     B, M, positions, C, J, width, dtype = shape
     queries = [jax.ShapeDtypeStruct((B, M, n), dtype) for n in (C, J)]
     pools = [jax.ShapeDtypeStruct((2, 4096, pages.PAGE, n), dtype) for n in (C, width)]
-    call = functools.partial(latent_attention.latent_attention, scale=SCALE)
-    made = pages.compiled(chip, call, (*queries, *pools, pages.of_rows(B, positions)))
-    pages.check_compiled(made, 4 * B * M * (C + width))
+    return *queries, *pools, pages.of_rows(B, positions)
+
+
+def check(chip: str, shape: shapes.Shape) -> None:
+    made = pages.compiled(chip, functools.partial(latent_attention.latent_attention, scale=SCALE), arrays(shape))
+    pages.check_compiled(made, 4 * shape.rows * shape.queries * (shape.latent + shape.width))
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -124,3 +132,12 @@ def test_a_tpus_compiler_takes_the_kernel_with_nothing_large_beside_it(chip):
 def test_a_tpus_compiler_takes_the_kernel_for_all_real_shapes(chip):
     for shape in (*shapes.DECODE[1:], *shapes.TEAMS, *shapes.PREFILL):
         check(chip, shape)
+
+
+ALL = (*shapes.DECODE, *shapes.TEAMS, *shapes.PREFILL)
+SOME = (shapes.DECODE[0], shapes.DECODE[-1], shapes.PREFILL[-1])
+
+
+@pytest.mark.parametrize("shape", [*SOME, *(pytest.param(s, marks=pytest.mark.long) for s in ALL if s not in SOME)], ids=str)
+def test_for_a_gpu_it_is_one_kernel_and_no_other_product(shape):
+    gpu.check_one_kernel(functools.partial(latent_attention.latent_attention, scale=SCALE), *arrays(shape))

@@ -24,14 +24,14 @@ OPS = tuple(field.name for field in dataclasses.fields(Kernels))
 FORMS = {
     "xla": Kernels(**dict.fromkeys(OPS, "xla")),
     "pallas_tpu": Kernels("pallas_tpu", "xla", packed_attention="pallas_tpu"),
-    "pallas_gpu": Kernels("pallas_gpu", "pallas_gpu", packed_attention="xla"),
+    "pallas_gpu": Kernels("pallas_gpu", "pallas_gpu", packed_attention="pallas_gpu"),
 }
 CALLS = {"xla": set(), "pallas_tpu": {"ADD", "BACKWARD"}, "pallas_gpu": {"ADD", "BACKWARD", "grouped"}}
 
 
 def on(base, form: str):
     kernels = FORMS[form]
-    if base.cfg.latent is not None:  # a tiny latent's heads have widths that no kernel serves
+    if base.cfg.latent is not None and form == "pallas_tpu":  # a tiny latent's heads have widths that it does not serve
         kernels = dataclasses.replace(kernels, packed_attention="xla")
     return dataclasses.replace(base, cfg=base.cfg.replace(kernels=kernels))
 
