@@ -22,9 +22,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from pallas_kernels import softmax_gpu as softmax
+from pallas_kernels.naturals import div, rem
 from pallas_kernels.paged import PAGE, RUN, Rows
 from pallas_kernels.partial import Partial, join_all
-from pallas_kernels.triton import Span, columns, pieces, power_of_two, read, unravel, write
+from pallas_kernels.triton import Span, columns, pieces, power_of_two, read, require_shared_memory, unravel, write
 
 PROGRAMS = 8 * 132  # eight for each processor of an H200
 PARTS_BYTES = 16 << 20  # of the parts of all rows at most, where there are several
@@ -69,7 +70,7 @@ def config(queries: Sequence[jax.Array], pools: Sequence[jax.Array], width: int,
     return Config(Q, 32 if exact or wide else 64, 32 if exact else 512, parts, 8 if exact or Q * width > 64 * 128 or wide else 4, stages)
 
 
-def require(queries: Sequence[jax.Array], pools: Sequence[jax.Array]) -> None:
+def require(queries: Sequence[jax.Array], pools: Sequence[jax.Array], width: int) -> None:
     """Whether ``attend`` can serve these.
 
     Raises:
@@ -80,10 +81,12 @@ def require(queries: Sequence[jax.Array], pools: Sequence[jax.Array]) -> None:
         raise NotImplementedError(f"queries and pools are {sorted(map(str, dtypes))}; all bfloat16 or all float32 are served")
     if not all(x.size for x in (*queries, *pools)):
         raise NotImplementedError("no queries or no pages")
+    if width > 192:
+        require_shared_memory(f"blocks of {width} wide values")
 
 
 def _runs(tokens: jax.Array) -> jax.Array:
-    return jax.lax.div(tokens + (RUN - 1), jnp.int32(RUN))
+    return div(tokens + (RUN - 1), RUN)
 
 
 def _kernel(layer, table, prefix, own, first, *refs, keys: int, value: int, scale: float, how: Config) -> None:
@@ -93,7 +96,7 @@ def _kernel(layer, table, prefix, own, first, *refs, keys: int, value: int, scal
     mine, zero = columns(block, how.queries, M), 0 * block
     begin = _runs(prefix[b]) * RUN  # of the row's own tokens
     last, end_of_prefix, end = _runs(prefix[b]) + _runs(own[b]), prefix[b], begin + own[b]
-    each = jax.lax.div(jnp.maximum(last - first[b], 0) + (parts - 1), jnp.int32(parts))
+    each = div(jnp.maximum(last - first[b], 0) + (parts - 1), parts)
     start = first[b] + part * each
     runs = jnp.maximum(jnp.minimum(last - start, each), 0)
 
@@ -104,8 +107,8 @@ def _kernel(layer, table, prefix, own, first, *refs, keys: int, value: int, scal
     def step(i: jax.Array, so_far: softmax.Running) -> softmax.Running:
         position = start * RUN + i * S + jax.lax.iota(jnp.int32, S)
         seen = (position < end_of_prefix) | ((position >= begin) & (position < end))
-        page = triton.load(table.at[b, jax.lax.div(position, jnp.int32(PAGE))], mask=seen, other=0)
-        place = jax.lax.rem(position, jnp.int32(PAGE))
+        page = triton.load(table.at[b, div(position, PAGE)], mask=seen, other=0)
+        place = rem(position, PAGE)
 
         def read_pages(pool: Any, at: Span) -> jax.Array:
             across = at.at.start + jax.lax.iota(jnp.int32, at.at.size)

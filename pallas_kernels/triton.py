@@ -14,7 +14,33 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from pallas_kernels.naturals import div, rem
+
 LEAST = 16  # rows and columns of a dot
+SMALL = {
+    8.6,
+    8.9,
+    12.0,
+    12.1,
+}  # compute capabilities whose processors give a program 99 KiB of shared memory; others from 8.0 on 163 or 227
+
+
+def attached() -> list[float]:
+    """Compute capabilities of the GPUs that are attached; where there are none, what is compiled is for others, and unknown."""
+    try:
+        return [float(device.compute_capability) for device in jax.local_devices(backend="cuda")]
+    except RuntimeError:
+        return []
+
+
+def require_shared_memory(what: str) -> None:
+    """For kernels that need more than 99 KiB.
+
+    Raises:
+        NotImplementedError: a GPU is attached that has no more.
+    """
+    if small := sorted(SMALL.intersection(attached())):
+        raise NotImplementedError(f"this GPU is of compute capability {small[0]}, whose 99 KiB of shared memory do not hold {what}")
 
 
 def power_of_two(n: int, most: int) -> int:
@@ -38,8 +64,8 @@ def unravel(program: jax.Array, *sizes: int) -> list[jax.Array]:
     """Coordinates of a program in a grid of which all axes but the first have these sizes; the last one's vary fastest."""
     out = []
     for size in reversed(sizes):
-        out.append(jax.lax.rem(program, jnp.int32(size)))
-        program = jax.lax.div(program, jnp.int32(size))
+        out.append(rem(program, size))
+        program = div(program, size)
     return [program, *reversed(out)]
 
 

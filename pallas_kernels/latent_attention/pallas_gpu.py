@@ -25,7 +25,7 @@ def require(
     """
     if chosen is not None:
         raise NotImplementedError("which keys a query sees is chosen")
-    paged_gpu.require([q_latent, q_rope], [latent, rope])
+    paged_gpu.require([q_latent, q_rope], [latent, rope], q_latent.shape[2])
 
 
 def attend(

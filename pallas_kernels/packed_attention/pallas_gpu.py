@@ -20,7 +20,7 @@ from jax.experimental.pallas import triton
 
 from pallas_kernels import softmax_gpu as softmax
 from pallas_kernels.packed_attention.segments import meeting
-from pallas_kernels.triton import Span, columns, dot, pieces, read, unravel, write
+from pallas_kernels.triton import Span, columns, dot, pieces, read, require_shared_memory, unravel, write
 
 WIDEST = 256
 NO_QUERY, NO_KEY = -1, -2  # segments of what is beyond a row: they see nothing and are seen by nothing
@@ -57,9 +57,12 @@ class Config(NamedTuple):
 
 def config(q: jax.Array, v: jax.Array) -> Config:
     """What the registers and the 227 KiB of shared memory of one of an H200's processors hold, by what its compiler says."""
+    wide = max(q.shape[-1], v.shape[-1])
     if q.dtype == jnp.float32:  # without matrix units: operands are in registers too
-        return Config(32, *(Block(32, 32, 8, 2),) * 3)
-    if max(q.shape[-1], v.shape[-1]) > 128:
+        return Config(32, Block(32, 32, 8, 2), Block(32, 32, 8, 2), Block(32, 32 if wide <= 128 else 16, 8, 2))
+    if wide > 192:
+        return Config(WIDEST, Block(64, 64, 8, 2), Block(64, 32, 8, 2), Block(32, 32, 8, 2))
+    if wide > 128:
         return Config(WIDEST, Block(128, 64, 8, 2), Block(64, 32, 8, 2), Block(32, 64, 8, 2))
     return Config(WIDEST, Block(128, 64, 8), Block(128, 64, 8, 2), Block(64, 128, 8, 2))
 
@@ -76,6 +79,8 @@ def require(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> None:
         raise NotImplementedError(f"heads are {wrong[0]} wide; up to {WIDEST} are served")
     if not (q.size and v.size):
         raise NotImplementedError("no tokens")
+    if (wide := max(q.shape[-1], v.shape[-1])) > 192:
+        require_shared_memory(f"blocks of heads {wide} wide")
 
 
 def _visits(own: jax.Array, parent: jax.Array, how: Block, of_keys: bool) -> tuple[jax.Array, jax.Array]:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.naturals import div, rem
 from pallas_kernels.packed_attention.segments import meeting
 from pallas_kernels.partial import MASKED
 from pallas_kernels.products import dot
@@ -71,11 +72,6 @@ def _segments(blocks: _Blocks, own: jax.Array, parent: jax.Array) -> tuple[jax.A
     """Segments ``[B, 1, T]`` twice, and ``[B, blocks, blocks]`` which blocks of queries may see something of which keys."""
     own, parent = (blocks.padded(x.astype(jnp.int32), 1, fill=-1) for x in (own, parent))  # padding sees itself
     return own[:, None], parent[:, None], meeting(own, parent, blocks.size, blocks.size).astype(jnp.int32)
-
-
-def _div(x: jax.Array, n: int) -> jax.Array:
-    """Of what is not negative: ``//`` asks for signs, for which the compiler must know its chip while it lowers."""
-    return jax.lax.div(x, jnp.int32(n))
 
 
 def _column(row: jax.Array) -> jax.Array:
@@ -143,7 +139,7 @@ def _queries_kernel(meet, own_q, parent_q, own_k, q, k, v, g, lse, along, dq, ac
 
 def _keys_kernel(meet, own_q, parent_q, own_k, q, k, v, g, lse, along, dk, dv, dk_acc, dv_acc, *, scale: float, blocks: int) -> None:
     j, t = pl.program_id(2), pl.program_id(3)
-    i = jax.lax.rem(t, jnp.int32(blocks))
+    i = rem(t, blocks)
 
     @pl.when(t == 0)
     def _first() -> None:
@@ -196,7 +192,7 @@ def _specs(blocks: _Blocks, G: int, H: int, V: int) -> tuple[list[Any], Any, Any
         *(pl.BlockSpec((1, 1, size), lambda b, n, i, j: (b, 0, i)),) * 2,
         pl.BlockSpec((1, 1, size), lambda b, n, i, j: (b, 0, last(i, j))),
     ]
-    wide = [pl.BlockSpec((1, 1, size, n), lambda b, h, i, j: (b, _div(h, G), last(i, j), 0)) for n in (H, V)]
+    wide = [pl.BlockSpec((1, 1, size, n), lambda b, h, i, j: (b, div(h, G), last(i, j), 0)) for n in (H, V)]
     of_queries = lambda n: pl.BlockSpec((1, 1, size, n), lambda b, h, i, j: (b, h, i, 0))  # noqa: E731
     return [*metas, of_queries(H), *wide], of_queries, pl.BlockSpec((1, 1, 1, size), lambda b, h, i, j: (b, h, 0, i))
 
@@ -281,8 +277,8 @@ def backward(
         scratch_shapes=[vmem(H)],
     )
     # The block of queries; those that see none of these keys are not fetched.
-    at = lambda t, j: jnp.maximum(jax.lax.rem(t, jnp.int32(blocks.count)), j)  # noqa: E731
-    head = lambda n, t: n * G + _div(t, blocks.count)  # noqa: E731
+    at = lambda t, j: jnp.maximum(rem(t, blocks.count), j)  # noqa: E731
+    head = lambda n, t: n * G + div(t, blocks.count)  # noqa: E731
     of_q = lambda w: pl.BlockSpec((1, 1, S, w), lambda b, n, j, t: (b, head(n, t), at(t, j), 0))  # noqa: E731
     of_k = lambda w: pl.BlockSpec((1, 1, S, w), lambda b, n, j, t: (b, n, j, 0))  # noqa: E731
     of_segments = pl.BlockSpec((1, 1, S), lambda b, n, j, t: (b, 0, at(t, j)))

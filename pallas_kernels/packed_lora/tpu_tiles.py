@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import cost
+from pallas_kernels.naturals import div, rem
 from pallas_kernels.products import dot
 
 LANES = 128
@@ -137,10 +138,10 @@ class Rows:
         Args:
             half: the columns hold the chunk's first C / 2 adapters twice, and only this half of them is meant.
         """
-        column, held = jax.lax.broadcasted_iota(jnp.int32, (self.T, self.C * self.R), 1) // self.R, self.C
+        column, held = div(jax.lax.broadcasted_iota(jnp.int32, (self.T, self.C * self.R), 1), self.R), self.C
         if half is not None:
             held = self.C // 2
-            column = jnp.where(column // held == half, column % held, self.C)  # none of the first half's
+            column = jnp.where(div(column, held) == half, rem(column, held), self.C)  # none of the first half's
         return column + chunk * self.C == self.run
 
 
@@ -161,12 +162,12 @@ class Fetch:
         def _first() -> None:
             def one(i: jax.Array, _: None) -> None:
                 for _stack, buffer in self.pairs:
-                    buffer[i // self.C, i % self.C] = jnp.zeros(buffer.shape[2:], buffer.dtype)
+                    buffer[div(i, self.C), rem(i, self.C)] = jnp.zeros(buffer.shape[2:], buffer.dtype)
 
             jax.lax.fori_loop(0, 2 * self.C, one, None)
 
     def _each(self, chunk: jax.Array, what: str) -> None:
-        slot = chunk % 2
+        slot = rem(chunk, 2)
 
         def one(i: jax.Array, _: None) -> None:
             w = self.meta[0, 0, chunk * self.C + i]
@@ -266,7 +267,7 @@ def not_zero(strange: jax.Array) -> jax.Array:
 
 def over_chunks(count: jax.Array, C: int, fetch: Fetch, body: Any) -> Any:
     """``body(chunk, first) -> int32`` over the chunks of a tile, while the next one's factors are fetched; the sum."""
-    chunks = (count + C - 1) // C
+    chunks = div(count + C - 1, C)
 
     def one(chunk: jax.Array, first: bool) -> jax.Array:
         @pl.when(chunk + 1 < chunks)

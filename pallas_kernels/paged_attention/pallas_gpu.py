@@ -16,7 +16,7 @@ def require(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> None:
     Raises:
         NotImplementedError: with the reason.
     """
-    paged_gpu.require([q], [k, v])
+    paged_gpu.require([q], [k, v], q.shape[3])
 
 
 def attend(

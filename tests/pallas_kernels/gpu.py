@@ -1,5 +1,6 @@
 """Programs as they are lowered for a GPU, where there is none."""
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -22,3 +23,9 @@ def check_one_kernel(call: Callable[..., Any], *args: Any) -> None:
     assert lowered.count(KERNEL) == 1
     assert "stablehlo.dot" not in lowered
     assert KERNEL not in jax.jit(call).lower(*args).as_text()
+
+
+def attach(monkeypatch: Any, *capabilities: str) -> None:
+    """GPUs of these compute capabilities, for who asks."""
+    devices = [types.SimpleNamespace(compute_capability=one) for one in capabilities]
+    monkeypatch.setattr(jax, "local_devices", lambda backend: devices)

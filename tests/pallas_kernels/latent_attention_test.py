@@ -102,6 +102,14 @@ def test_chosen_keys_are_left_to_xla(rng):
                 np.testing.assert_allclose(mine, w / w.sum(1, keepdims=True) @ values, atol=pages.TOLERANCE["float32"])
 
 
+def test_a_gpu_of_little_shared_memory_leaves_latents_to_xla(monkeypatch):
+    args = arrays(shapes.DECODE[0])
+    for attached, serves in (("8.0", True), ("8.6", False), ("9.0", True)):
+        gpu.attach(monkeypatch, attached)
+        told = dict(dispatch.explain(latent_attention.ATTEND, *args))["pallas_gpu"]
+        assert told == "serves on cuda" if serves else "8.6, whose 99 KiB" in told
+
+
 def test_shapes_are_checked(rng):
     args = arguments(rng, 2, 3, 128, 64, 1, "float32")
     with pytest.raises(ValueError, match="queries have shapes"):

@@ -210,7 +210,7 @@ def test_vmap_is_as_many_kernels_and_the_same_values(rng, form):
             np.testing.assert_allclose(np.array(ours[p], np.float64), theirs, atol=1e-5 * max(1, np.abs(theirs).max()), rtol=0)
 
 
-def test_it_says_what_it_does_not_serve():
+def test_it_says_what_it_does_not_serve(monkeypatch):
     def told(shape, chosen=None):
         q, k, v, *_ = specs(shape)
         return dict(dispatch.explain(FORWARD, q, k, v, None, None, chosen))["pallas_gpu"]
@@ -220,4 +220,8 @@ def test_it_says_what_it_does_not_serve():
     assert told(small._replace(V=257)) == "does not serve: heads are 257 wide; up to 256 are served"
     assert told(small._replace(dtype="float16")).startswith("does not serve: queries, keys and values are float16")
     assert told(small._replace(T=0)) == "does not serve: no tokens"
+    for attached, serves in (("8.0", True), ("8.9", False), ("9.0", True), ("10.0", True), ("12.0", False)):
+        gpu.attach(monkeypatch, "9.0", attached)
+        assert told(small._replace(H=192)) == "serves on cuda"
+        assert (told(small._replace(H=200)) == "serves on cuda") == serves
     assert told(small, chosen=True) == "does not serve: which keys a query sees is chosen"
