@@ -17,12 +17,7 @@ from jax.experimental.pallas import triton
 from pallas_kernels.naturals import div, rem
 
 LEAST = 16  # rows and columns of a dot
-SMALL = {
-    8.6,
-    8.9,
-    12.0,
-    12.1,
-}  # compute capabilities whose processors give a program 99 KiB of shared memory; others from 8.0 on 163 or 227
+SMALL = {8.6, 8.9, 12.0, 12.1}  # compute capabilities that give a program 99 KiB of shared memory; others from 8.0 on 163 or 227
 
 
 def attached() -> list[float]:
