@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import absl.logging
+import jax
 from ml_collections import ConfigDict
 
 from mint_jax import compiling, host, multihost
@@ -33,6 +34,7 @@ from mint_jax.errors import Interrupted, UserError
 from mint_jax.jobs import ALONE, JOBS, settings
 from mint_jax.jobs.common import Config, save_result
 from mint_jax.models.base import cache_dir
+from pallas_kernels import dispatch
 
 FLAG = "--config."
 SHIPPED = Path(sysconfig.get_path("data")) / "share" / "mint_jax"  # what a wheel brings beside the package
@@ -173,11 +175,16 @@ def main(argv: Sequence[str]) -> None:
 def run(config: Config, workdir: Path) -> dict[str, Any]:
     """Runs a checked config's job in this process; its result is in ``WORKDIR/result.json`` too.
 
+    The result of a job that has kernels (of the setting ``kernels``) tells which ones of this machine's chips were passed over, and why.
+
     Raises:
         UserError: a mistake in the config or in a file, or a full disk.
     """
     try:
+        before = dispatch.fallen.copy()
         result = importlib.import_module(JOBS[str(config.job)]).run(config, workdir)
+        if "kernels" in config:  # a result that has them already keeps them: of other chips, or of a run that was finished before
+            result = {"kernels_passed_over": dispatch.passed_over(before, _platform())} | result
         save_result(result, workdir, config)
         return result
     except OSError as error:
@@ -185,6 +192,12 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
             raise
         place = error.filename or workdir
         raise UserError(f"{place} cannot be written, the disk is full: free disk space, then start again with the same command") from None
+
+
+def _platform() -> str:
+    """What programs are lowered for here."""
+    backend = jax.default_backend()
+    return "cuda" if backend == "gpu" else backend
 
 
 def _terminate(number: int, frame: object) -> None:

@@ -15,7 +15,23 @@ import jax
 
 _log = logging.getLogger(__name__)
 
-fallen: collections.Counter[tuple[str, str, str]] = collections.Counter()  # (op, implementation, reason) -> times it was passed over
+
+class Fall(NamedTuple):
+    """An implementation that was passed over.
+
+    Attributes:
+        op, implementation: their names.
+        platform: the one that it is for.
+        reason: why it could not serve.
+    """
+
+    op: str
+    implementation: str
+    platform: str | None
+    reason: str
+
+
+fallen: collections.Counter[Fall] = collections.Counter()  # how often each was passed over, in this process
 
 
 class Implementation(NamedTuple):
@@ -90,13 +106,30 @@ def run(op: str, table: Sequence[Implementation], implementation: str, args: Seq
             one.require(*args)
             forms[one.platform or "default"] = functools.partial(one.call, **static)
         except NotImplementedError as reason:
-            _passed(op, one.name, str(reason))
+            _passed(Fall(op, one.name, one.platform, str(reason)))
     if len(forms) == 1:
         return forms["default"](*args)
     return jax.lax.platform_dependent(*args, **forms)
 
 
-def _passed(op: str, name: str, reason: str) -> None:
-    if not fallen[op, name, reason]:
-        _log.info("%s: %s is passed over: %s", op, name, reason)
-    fallen[op, name, reason] += 1
+def passed_over(since: collections.Counter[Fall], platform: str) -> list[dict[str, Any]]:
+    """The kernels of one platform that were passed over since, for reports: those of others were never wanted.
+
+    Args:
+        since: a copy of ``fallen`` from then.
+        platform: as in ``Implementation``, or another one, which has no kernels.
+
+    Returns:
+        Of each kernel and reason ``op``, ``implementation``, ``reason`` and ``times``: how many calls, each traced once a program.
+    """
+    return [
+        {"op": fall.op, "implementation": fall.implementation, "reason": fall.reason, "times": times}
+        for fall, times in (fallen - since).items()
+        if fall.platform == platform
+    ]
+
+
+def _passed(fall: Fall) -> None:
+    if not fallen[fall]:
+        _log.info("%s: %s is passed over: %s", fall.op, fall.implementation, fall.reason)
+    fallen[fall] += 1

@@ -8,7 +8,7 @@ Axes: L layers, U pages, B rows, T new tokens, D table entries, X width, M queri
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,25 @@ from pallas_kernels.partial import Partial, join, nothing
 PAGE = 32  # positions of a page
 RUN = 128  # positions that one turn of the loop reads
 RUN_PAGES = RUN // PAGE
+
+
+class Rows(NamedTuple):
+    """What of a pool each row reads.
+
+    Attributes:
+        layer: int32.
+        table: ``[B, D]`` int32 pages, D a multiple of RUN_PAGES: those of a row's prefix and, from a new run on, of its own tokens. Entries
+            behind a part's pages may name pages that are not there.
+        prefix, own: ``[B]`` int32, how many tokens each part has.
+        first: ``[B]`` int32, the first run that is read.
+    """
+
+    layer: jax.Array
+    table: jax.Array
+    prefix: jax.Array
+    own: jax.Array
+    first: jax.Array
+
 
 # Attention of queries [B, ..., M, X] to one run: of pages [B, RUN_PAGES], seen [B, S] or, where keys are chosen, [B, tokens, S].
 Score = Callable[[Any, jax.Array, jax.Array], Partial]
@@ -52,28 +71,25 @@ def last_run(prefix: jax.Array, own: jax.Array) -> jax.Array:
     return -(-prefix // RUN) + -(-own // RUN)
 
 
-def check_rows(B: int, table: jax.Array, prefix: jax.Array, own: jax.Array, first: jax.Array) -> None:
-    """Raises ValueError where these are not of B rows, or a table ends within a run."""
+def check_rows(B: int, rows: Rows) -> None:
+    """Raises ValueError where these are not B rows, or a table ends within a run."""
+    _, table, *of_rows = rows
     if table.ndim != 2 or table.shape[0] != B or table.shape[1] % RUN_PAGES:
         raise ValueError(f"table has shape {table.shape}; expected [{B}, D], D a multiple of {RUN_PAGES}")
-    if any(x.shape != (B,) for x in (prefix, own, first)):
-        raise ValueError(f"prefix, own and first have shapes {prefix.shape}, {own.shape} and {first.shape}; expected [{B}]")
+    if any(x.shape != (B,) for x in of_rows):
+        told = " and ".join(str(x.shape) for x in of_rows)
+        raise ValueError(f"prefix, own and first have shapes {told}; expected [{B}]")
 
 
-def attend(
-    score: Score, queries: Any, table: jax.Array, prefix: jax.Array, own: jax.Array, first: jax.Array, chosen: jax.Array | None = None
-) -> Partial:
+def attend(score: Score, queries: Any, rows: Rows, chosen: jax.Array | None = None) -> Partial:
     """Attention of each row's queries to its runs from ``first`` on, by XLA.
 
     Args:
         score: attention of queries to one run.
         queries: a tree of ``[B, ..., M, X]``.
-        table: ``[B, D]`` int32 pages, D a multiple of RUN_PAGES.
-        prefix, own: ``[B]`` int32 positions of the two parts that are there.
-        first: ``[B]`` int32, the first run that is read.
         chosen: ``[B, T, D / RUN_PAGES, S]`` bool, positions that may be seen at all; None for all.
     """
-
+    _, table, prefix, own, first = rows
     B = table.shape[0]
 
     def step(i: jax.Array, total: Partial) -> Partial:

@@ -23,7 +23,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.paged import PAGE, RUN, RUN_PAGES
+from pallas_kernels.naturals import div, rem
+from pallas_kernels.paged import PAGE, RUN, RUN_PAGES, Rows
 from pallas_kernels.partial import MASKED, Partial
 from pallas_kernels.products import dot
 
@@ -104,7 +105,11 @@ def require(queries: Sequence[jax.Array], pools: Sequence[jax.Array], value: int
         raise NotImplementedError(f"queries and chunks need {(held + values) >> 20} MiB of a core's memory, and {ROOM >> 20} are there")
 
 
-class _Rows:
+def _runs(tokens: jax.Array) -> jax.Array:
+    return div(tokens + RUN - 1, RUN)
+
+
+class _Positions:
     """Where each row's tokens lie."""
 
     def __init__(self, prefix: Any, own: Any, first: Any, runs: int):
@@ -112,11 +117,11 @@ class _Rows:
 
     def begin(self, b: jax.Array) -> jax.Array:
         """The position at which the row's own tokens begin."""
-        return (self.prefix[b] + RUN - 1) // RUN * RUN
+        return _runs(self.prefix[b]) * RUN
 
     def chunks(self, b: jax.Array) -> jax.Array:
-        last = self.begin(b) // RUN + (self.own[b] + RUN - 1) // RUN
-        return (jnp.maximum(last - self.first[b], 0) + self.runs - 1) // self.runs
+        last = _runs(self.prefix[b]) + _runs(self.own[b])
+        return div(jnp.maximum(last - self.first[b], 0) + self.runs - 1, self.runs)
 
     def position(self, b: jax.Array, chunk: jax.Array) -> jax.Array:
         """Of a chunk the first one."""
@@ -141,7 +146,9 @@ class _Stream:
         tables: ``[2, 1, D]`` of the row whose chunks are being started and of the one behind it.
     """
 
-    def __init__(self, rows: _Rows, stop: jax.Array, layer: Any, table: Any, pools: Any, tables: Any, state: Any, sem: Any, table_sem: Any):
+    def __init__(
+        self, rows: _Positions, stop: jax.Array, layer: Any, table: Any, pools: Any, tables: Any, state: Any, sem: Any, table_sem: Any
+    ):
         self.rows, self.stop, self.layer, self.table, self.pools = rows, stop, layer, table, pools
         self.tables, self.state, self.sem, self.table_sem = tables, state, sem, table_sem
         self.slots = pools[0][1].shape[0]
@@ -160,7 +167,7 @@ class _Stream:
 
     def take(self, b: jax.Array, chunk: jax.Array) -> jax.Array:
         """Waits for the next chunk, which is this one, and starts another; the slot in which it is."""
-        slot = self.state[TAKEN] % self.slots
+        slot = rem(self.state[TAKEN], self.slots)
         self._each_page(b, chunk, slot, "wait")
         self._start()
         self.state[TAKEN] = self.state[TAKEN] + 1
@@ -177,7 +184,7 @@ class _Stream:
 
     def _enter(self, row: jax.Array) -> None:
         """Chunks of this row are started from now on; its table is under way, the following row's is sent for."""
-        slot = self.state[ENTERED] % 2
+        slot = rem(self.state[ENTERED], 2)
         self._table(row, slot).wait()
         following = self._following(row + 1)
         self.state[ROW], self.state[CHUNK], self.state[NEXT] = row, 0, following
@@ -194,7 +201,7 @@ class _Stream:
         @pl.when(row < self.stop)
         def _some() -> None:
             chunk, following = self.state[CHUNK], self.state[NEXT]
-            self._each_page(row, chunk, self.state[STARTED] % self.slots, "start")
+            self._each_page(row, chunk, rem(self.state[STARTED], self.slots), "start")
             self.state[STARTED] = self.state[STARTED] + 1
             more = chunk + 1 < self.rows.chunks(row)
 
@@ -211,13 +218,13 @@ class _Stream:
                 self.state[ROW] = self.stop
 
     def _each_page(self, b: jax.Array, chunk: jax.Array, slot: jax.Array, what: str) -> None:
-        position, table = self.rows.position(b, chunk), (self.state[ENTERED] - 1) % 2
+        position, table = self.rows.position(b, chunk), rem(self.state[ENTERED] - 1, 2)
         pages = self.rows.runs * RUN_PAGES
         full = self.rows.filled(b, position, pages * PAGE)
 
         def one(j: Any) -> None:
             # To wait, how much comes is enough.
-            page = self.tables[table, 0, position // PAGE + j] if what == "start" else 0
+            page = self.tables[table, 0, div(position, PAGE) + j] if what == "start" else 0
             for n, (pool, slots) in enumerate(self.pools):
                 to = slots.at[slot, :, pl.ds(pl.multiple_of(j * PAGE, PAGE), PAGE)]
                 getattr(pltpu.make_async_copy(pool.at[self.layer[0], page], to, self.sem.at[slot, n]), what)()
@@ -237,7 +244,7 @@ class _Stream:
             jax.lax.fori_loop(0, pages, lambda j, _: pl.when(self.rows.seen(b, position + j * PAGE))(lambda: one(j)), None)
 
 
-def _clean(rows: _Rows, b: jax.Array, position: jax.Array, values: Any, slot: jax.Array) -> None:
+def _clean(rows: _Positions, b: jax.Array, position: jax.Array, values: Any, slot: jax.Array) -> None:
     """Zeros in a slot's values ``[K, S, X]`` where no token is."""
     S = values.shape[2]
 
@@ -258,7 +265,7 @@ def _kernel(layer, prefix, own, first, *refs, value: int, scale: float, keys: in
     tables, state, top, total, sem, table_sem = refs
     each = pl.num_programs(1)
     b = pl.program_id(0) * each + pl.program_id(1)
-    rows = _Rows(prefix, own, first, sizes.runs)
+    rows = _Positions(prefix, own, first, sizes.runs)
     stream = _Stream(rows, (pl.program_id(0) + 1) * each, layer, table, [*zip(of_pools, slots)], tables, state, sem, table_sem)
 
     @pl.when(pl.program_id(1) == 0)
@@ -277,8 +284,8 @@ def _kernel(layer, prefix, own, first, *refs, value: int, scale: float, keys: in
 
         def of_block(i: jax.Array, _: None) -> None:
             blocks = M // sizes.rows
-            heads = pl.ds(i // blocks * sizes.heads, sizes.heads)
-            mine = pl.ds(pl.multiple_of(i % blocks * sizes.rows, sizes.rows), sizes.rows)
+            heads = pl.ds(div(i, blocks) * sizes.heads, sizes.heads)
+            mine = pl.ds(pl.multiple_of(rem(i, blocks) * sizes.rows, sizes.rows), sizes.rows)
             s = jnp.zeros((), jnp.float32)
             for q, key in zip(queries, slots):
                 s = s + dot(q[0, heads, mine], key[slot, heads, :, : q.shape[3]], (2, 2), 1)
@@ -305,11 +312,7 @@ def attend(
     pools: Sequence[jax.Array],
     value: int,
     width: int,
-    layer: jax.Array,
-    table: jax.Array,
-    prefix: jax.Array,
-    own: jax.Array,
-    first: jax.Array,
+    rows: Rows,
     scale: float,
     config: Config = Config(),
     interpret: Any = False,
@@ -320,8 +323,8 @@ def attend(
         queries: ``[B, K, M, H_i]`` for the keys of the pools of the same places; scores are the sum over them.
         pools: ``[L, U, K, PAGE, X_i]``, X_i at least H_i.
         value: the pool of the values, of which the first ``width`` dimensions are summed.
-        layer: int32; the others as in ``paged.attend``.
     """
+    layer, table, prefix, own, first = rows
     (B, K, M, _), D = queries[0].shape, table.shape[1]
     sizes = _sizes(queries, pools, config)
     queries = [jnp.pad(q, ((0, 0), (0, 0), (0, sizes.M - M), (0, 0))) for q in queries]

@@ -45,6 +45,13 @@ def join(x: Partial, y: Partial) -> Partial:
     return Partial(top, a * x.total + b * y.total, a * x.value + b * y.value)
 
 
+def join_all(parts: Partial) -> Partial:
+    """``join`` of as many as the first axis has."""
+    top = jnp.max(parts.top, axis=0)
+    weight = jnp.exp(parts.top - top[None])
+    return Partial(top, *(jnp.sum(weight * x, axis=0) for x in parts[1:]))
+
+
 def nothing(like: Partial) -> Partial:
     """Attention to no key at all, of these shapes."""
     return Partial(jnp.full(like.top.shape, MASKED, jnp.float32), *(jnp.zeros(x.shape, jnp.float32) for x in like[1:]))

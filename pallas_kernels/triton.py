@@ -14,7 +14,28 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from pallas_kernels.naturals import div, rem
+
 LEAST = 16  # rows and columns of a dot
+SMALL = {8.6, 8.9, 12.0, 12.1}  # compute capabilities that give a program 99 KiB of shared memory; others from 8.0 on 163 or 227
+
+
+def attached() -> list[float]:
+    """Compute capabilities of the GPUs that are attached; where there are none, what is compiled is for others, and unknown."""
+    try:
+        return [float(device.compute_capability) for device in jax.local_devices(backend="cuda")]
+    except RuntimeError:
+        return []
+
+
+def require_shared_memory(what: str) -> None:
+    """For kernels that need more than 99 KiB.
+
+    Raises:
+        NotImplementedError: a GPU is attached that has no more.
+    """
+    if small := sorted(SMALL.intersection(attached())):
+        raise NotImplementedError(f"this GPU is of compute capability {small[0]}, whose 99 KiB of shared memory do not hold {what}")
 
 
 def power_of_two(n: int, most: int) -> int:
@@ -34,28 +55,54 @@ class Span:
         self.there = None if stop is None else start + jax.lax.iota(jnp.int32, size) < stop
 
 
+def unravel(program: jax.Array, *sizes: int) -> list[jax.Array]:
+    """Coordinates of a program in a grid of which all axes but the first have these sizes; the last one's vary fastest."""
+    out = []
+    for size in reversed(sizes):
+        out.append(rem(program, size))
+        program = div(program, size)
+    return [program, *reversed(out)]
+
+
 def columns(block: Any, size: int, n: int) -> Span:
     """Block number ``block`` of an axis of ``n``."""
     return Span(block * size, size, None if n % size == 0 else n)
 
 
-def _mask(rows: Span, across: Span) -> jax.Array | None:
-    masks = [] if rows.there is None else [rows.there[:, None]]
-    masks += [] if across.there is None else [across.there[None]]
-    return jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), (rows.at.size, across.at.size)) if masks else None
+def pieces(n: int, most: int, zero: Any) -> list[Span]:
+    """An axis of ``n`` as blocks of at most ``most`` side by side, so that 192 are 128 and 64 and not 256.
+
+    Args:
+        zero: a 0 that is no constant: from JAX 0.12 on a constant start is refused if its block reaches beyond the array.
+    """
+    out, start = [], 0
+    while start < n:
+        size = min(most, max(LEAST, 1 << ((n - start).bit_length() - 1)))
+        out.append(Span(start, size) if start + size <= n else Span(zero + start, size, n))
+        start += size
+    return out
 
 
-def read(ref: Any, *index: Any) -> jax.Array:
-    """The block at the spans that end ``index``, zeros where it reaches beyond them."""
-    mask = _mask(*index[-2:])
+def _at_and_mask(index: tuple[Any, ...]) -> tuple[tuple[Any, ...], jax.Array | None]:
+    spans = [one for one in index if isinstance(one, Span)]
     at = tuple(one.at if isinstance(one, Span) else one for one in index)
-    return triton.load(ref.at[at], mask=mask, other=None if mask is None else jnp.zeros((), ref.dtype))
+    masks = []
+    for n, span in enumerate(spans):
+        if span.there is not None:
+            masks.append(jax.lax.expand_dims(span.there, [axis for axis in range(len(spans)) if axis != n]))
+    return at, jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), [one.at.size for one in spans]) if masks else None
+
+
+def read(ref: Any, *index: Any, beyond: int = 0) -> jax.Array:
+    """The block at the spans that end ``index``, ``beyond`` where it reaches beyond them."""
+    at, mask = _at_and_mask(index)
+    return triton.load(ref.at[at], mask=mask, other=None if mask is None else jnp.full((), beyond, ref.dtype))
 
 
 def write(ref: Any, value: jax.Array, *index: Any) -> None:
     """Stores what of ``value`` is within the spans, in the dtype of ``ref``."""
-    at = tuple(one.at if isinstance(one, Span) else one for one in index)
-    triton.store(ref.at[at], value.astype(ref.dtype), mask=_mask(*index[-2:]))
+    at, mask = _at_and_mask(index)
+    triton.store(ref.at[at], value.astype(ref.dtype), mask=mask)
 
 
 def cost(flops: int, *arrays: jax.Array) -> pl.CostEstimate:

@@ -17,9 +17,14 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from mint_jax.aot import chips
-from pallas_kernels import dispatch, grouped_matmul, packed_lora
+from mint_jax.models import attention
+from pallas_kernels import dispatch, grouped_matmul, latent_attention, packed_lora, paged_attention
 from pallas_kernels.grouped_matmul import shapes as grouped_shapes
+from pallas_kernels.latent_attention import shapes as latent_shapes
+from pallas_kernels.packed_attention import shapes as attention_shapes
 from pallas_kernels.packed_lora import shapes as lora_shapes
+from pallas_kernels.paged import PAGE, Rows
+from pallas_kernels.paged_attention import shapes as paged_shapes
 
 
 class Call(NamedTuple):
@@ -53,7 +58,7 @@ class Kernel(NamedTuple):
 
 
 def calls(device: Any) -> Iterator[Call]:
-    """Both ops in the shapes of their tests, as a program for this device has them."""
+    """The ops in the shapes of their tests, as a program for this device has them."""
 
     def spec(*dims: int, dtype: str) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(dims, dtype, sharding=SingleDeviceSharding(device))
@@ -72,6 +77,34 @@ def calls(device: Any) -> Iterator[Call]:
             ("packed_lora backward", packed_lora.BACKWARD, (x, a, b, wide, x, factor), 4),
         ):
             yield Call(f"{name} {tuple(s)}", lambda *args, table=table: dispatch.run("packed_lora", table, "auto", args), args, (onto,))
+    yield from _attention(spec)
+
+
+def _attention(spec: Callable[..., Any]) -> Iterator[Call]:
+    for s in attention_shapes.TRAIN:
+        of_k, scale = (s.B, s.K), s.H**-0.5
+        q, out, k, v = (spec(*of_k, *dims, dtype=s.dtype) for dims in ((s.G, s.T, s.H), (s.G, s.T, s.V), (s.T, s.H), (s.T, s.V)))
+        own, lse = spec(s.B, s.T, dtype="int32"), spec(*of_k, s.G, s.T, dtype="float32")
+        for name, table, args in (
+            ("packed_attention", attention.FORWARD, (q, k, v, own, own, None)),
+            ("packed_attention backward", attention.BACKWARD, (q, k, v, own, own, None, out, lse, out)),
+        ):
+            fn = lambda *args, name=name, table=table, scale=scale: dispatch.run(name, table, "auto", args, scale=scale)  # noqa: E731
+            yield Call(f"{name} {tuple(s)}", fn, args, ())
+
+    def rows(s: paged_shapes.Shape | latent_shapes.Shape) -> Rows:
+        numbers = (spec(s.rows, dtype="int32") for _ in range(3))
+        return Rows(spec(dtype="int32"), spec(s.rows, s.positions // PAGE, dtype="int32"), *numbers)
+
+    for s in (*paged_shapes.DECODE, *paged_shapes.TEAMS, *paged_shapes.PREFILL):
+        pool = spec(2, 4096, s.heads, PAGE, s.width, dtype=s.dtype)
+        args = spec(s.rows, s.heads, s.queries, s.head_dim, dtype=s.dtype), pool, pool, rows(s)
+        yield Call(f"paged_attention {tuple(s)}", functools.partial(paged_attention.paged_attention, scale=s.head_dim**-0.5), args, ())
+    for s in (*latent_shapes.DECODE, *latent_shapes.TEAMS, *latent_shapes.PREFILL):
+        queries = (spec(s.rows, s.queries, n, dtype=s.dtype) for n in (s.latent, s.rope))
+        pools = (spec(2, 4096, PAGE, n, dtype=s.dtype) for n in (s.latent, s.width))
+        args = *queries, *pools, rows(s)
+        yield Call(f"latent_attention {tuple(s)}", functools.partial(latent_attention.latent_attention, scale=s.latent**-0.5), args, ())
 
 
 def kernels(told: str) -> list[Kernel]:
@@ -93,6 +126,8 @@ def compiled(call: Call, target: chips.Target, folder: Path) -> tuple[list[Kerne
     ptxas = next(Path(jax.__file__).parents[1].glob("nvidia/*/bin/ptxas"))
     out = []
     for ptx in sorted(folder.glob("*.ptx")):
+        if not ptx.stat().st_size:  # of constants alone
+            continue
         told = subprocess.run([ptxas, "-v", "-arch=sm_90a", ptx, "-o", "/dev/null"], capture_output=True, text=True, check=True).stderr
         out += [one for one in kernels(told) if one.name.startswith("_")]  # XLA's own begin with a letter
     return out, made.memory_analysis().temp_size_in_bytes

@@ -145,7 +145,6 @@ def _smallest(question: Question, chip: str) -> tuple[chips.Target, Plan, list[M
 
 def _result(question: Question, plan: Plan, target: chips.Target, measured: list[Measured]) -> dict[str, Any]:
     base, one = params_lib.count(plan.specs), params_lib.count(lora_tree.adapter_specs(plan.specs, question.adapter))
-    elsewhere = "pallas_tpu" if target.name.startswith("cuda:") else "pallas_gpu"  # kernels of other chips were never wanted
     return {
         "job": "scale_up",
         "model": question.name,
@@ -163,11 +162,7 @@ def _result(question: Question, plan: Plan, target: chips.Target, measured: list
         "adapters": question.rollout.adapters,
         "fits": int(all(m.fits(question.margin) for m in measured)),
         "colocated": colocated(measured, plan.base_bytes).json(question.margin),
-        "kernels_passed_over": [
-            {"op": op, "implementation": name, "reason": reason, "times": times}
-            for (op, name, reason), times in (dispatch.fallen - question.fallen).items()
-            if name != elsewhere
-        ],
+        "kernels_passed_over": dispatch.passed_over(question.fallen, "cuda" if target.name.startswith("cuda:") else "tpu"),
     } | {m.program: m.json(question.margin) for m in measured}
 
 

@@ -2,8 +2,8 @@
 
 A row may hold several segments. A token attends to earlier tokens of its own segment and of its *parent* segment: with
 a prompt as the parent of its rollouts, a GRPO group keeps its prompt once. Scores are computed in blocks of queries
-against only the keys before them, and recomputed in the backward pass (FlashAttention, arXiv 2205.14135, section 3.1). On a TPU a
-kernel of ``pallas_kernels`` does that in a core's memory; XLA writes every block's scores to the device's and reads them again.
+against only the keys before them, and recomputed in the backward pass (FlashAttention, arXiv 2205.14135, section 3.1). On TPUs
+and GPUs kernels of ``pallas_kernels`` do that in a core's memory; XLA writes every block's scores to the device's and reads them again.
 
 Axes: B rows, T query tokens, S key positions, N query heads, K kv heads, G query heads per kv head, H head dim of queries
 and keys, V head dim of values, M = G T queries of a kv head.
@@ -245,28 +245,38 @@ def _backward_by_xla(q, k, v, own, parent, chosen, o, lse, g, *, scale):
     return dq[0] if len(dq) == 1 else jnp.concatenate(dq, axis=3), dk.astype(k.dtype), dv.astype(v.dtype)
 
 
-# By the kernel.
+# By a kernel.
 
 
-def _require(q, k, v, own, parent, chosen, *rest):
-    if chosen is not None:
-        raise NotImplementedError("which keys a query sees is chosen")
-    kernels.require_forward(q, k, v)
-
-
-def _forward_by_kernel(q, k, v, own, parent, chosen, *, scale, interpret=False):
+def _forward_by_kernel(q, k, v, own, parent, chosen, *, scale, kernel, interpret=False):
     rows, heads = sharding.fitting(k.shape[:2], "batch", "kv_heads")
     specs = *((rows, heads),) * 3, (rows,), (rows,)
-    local = functools.partial(kernels.forward, scale=scale, interpret=interpret)
+    local = functools.partial(kernel.forward, scale=scale, interpret=interpret)
     return sharding.over_devices(local, (q, k, v, own, parent), specs, ((rows, heads),) * 2)
 
 
-def _backward_by_kernel(q, k, v, own, parent, chosen, o, lse, g, *, scale, interpret=False):
+def _backward_by_kernel(q, k, v, own, parent, chosen, o, lse, g, *, scale, kernel, interpret=False):
     rows, heads = sharding.fitting(k.shape[:2], "batch", "kv_heads")
     specs = *((rows, heads),) * 3, (rows,), (rows,), *((rows, heads),) * 3
-    local = functools.partial(kernels.backward, scale=scale, interpret=interpret)
+    local = functools.partial(kernel.backward, scale=scale, interpret=interpret)
     return sharding.over_devices(local, (q, k, v, own, parent, o, lse, g), specs, ((rows, heads),) * 3)
 
 
-FORWARD = (Implementation("pallas_tpu", "tpu", _forward_by_kernel, _require), Implementation("xla", None, _forward_by_xla, anything))
-BACKWARD = (Implementation("pallas_tpu", "tpu", _backward_by_kernel, _require), Implementation("xla", None, _backward_by_xla, anything))
+def _by(name: str, platform: str, call, kernel) -> Implementation:
+    def require(q, k, v, own, parent, chosen, *rest):
+        if chosen is not None:
+            raise NotImplementedError("which keys a query sees is chosen")
+        kernel.require(q, k, v)
+
+    return Implementation(name, platform, functools.partial(call, kernel=kernel), require)
+
+
+KERNELS = (("pallas_tpu", "tpu", kernels.pallas_tpu), ("pallas_gpu", "cuda", kernels.pallas_gpu))
+FORWARD = (
+    *(_by(name, on, _forward_by_kernel, kernel) for name, on, kernel in KERNELS),
+    Implementation("xla", None, _forward_by_xla, anything),
+)
+BACKWARD = (
+    *(_by(name, on, _backward_by_kernel, kernel) for name, on, kernel in KERNELS),
+    Implementation("xla", None, _backward_by_xla, anything),
+)

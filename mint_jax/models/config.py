@@ -108,8 +108,8 @@ class Kernels:
         packed_lora: adapters of experts: auto, xla, pallas_tpu or pallas_gpu.
         grouped_matmul: experts' own matrices: auto, xla or pallas_gpu.
         slot_lora: adapters of other projections where rows name slots, in sampling: auto, xla, pallas_tpu or pallas_gpu.
-        packed_attention: attention in training and scoring: auto, xla or pallas_tpu; where an indexer chooses keys it is xla.
-        paged_attention: grouped-query attention to the cache of samplers: auto, xla or pallas_tpu.
+        packed_attention: attention in training and scoring: auto, xla, pallas_tpu or pallas_gpu; where an indexer chooses keys it is xla.
+        paged_attention: grouped-query attention to the cache of samplers: auto, xla, pallas_tpu or pallas_gpu.
         latent_attention: the same of multi-head latent attention; where an indexer chooses keys it is xla.
         packed_matmul: experts' matrices and adapters in one pass, forward: auto, xla (one after the other) or pallas_tpu. It is
             xla where one of packed_lora and grouped_matmul is not auto, unless it is named itself.
@@ -131,7 +131,7 @@ class Kernels:
             "paged_attention": paged_attention.ATTEND,
             "latent_attention": latent_attention.ATTEND,
         }
-        known = {"slot_lora": ("pallas_tpu", "pallas_gpu", "xla"), "packed_attention": ("pallas_tpu", "xla")}
+        known = dict.fromkeys(("slot_lora", "packed_attention"), ("pallas_tpu", "pallas_gpu", "xla"))
         known |= {op: tuple(one.name for one in table) for op, table in tables.items()}
         for op, names in known.items():
             if getattr(self, op) not in ("auto", *names):

@@ -142,9 +142,9 @@ def _absorbed(q_BTNH, q_BTNJ, new, cache: paged.Cache, p, lora, cfg: ModelConfig
         pool = {name: paged.write(pool[name], layer, new[name], view) for name in pool}
         queries = q_BTNC.reshape(B, T * N, -1), q_BTNJ.reshape(B, T * N, -1)
 
-        def read(queries, table, prefix, own, first, chosen):
+        def read(queries, rows, chosen):
             q_C, q_J = queries
-            args = q_C, q_J, pool["latent"], pool["rope"], jnp.int32(layer), table, prefix, own, first, chosen
+            args = q_C, q_J, pool["latent"], pool["rope"], rows, chosen
             kernel = cfg.kernels.latent_attention if chosen is None else "auto"  # what is chosen no kernel serves
             return latent_kernels.latent_attention(*args, scale=factor, implementation=kernel)
 
@@ -153,7 +153,7 @@ def _absorbed(q_BTNH, q_BTNJ, new, cache: paged.Cache, p, lora, cfg: ModelConfig
             past = unpack_keys(chosen[0], view.capacity).reshape(B, T, -1, paged.RUN)
             own_seen = own_seen & unpack_keys(chosen[1], T)
         own = latent_kernels.xla.scored(*queries, new["latent"], new["rope"], jnp.broadcast_to(own_seen, (B, T, T)), factor)
-        whole = join(paged.attend(view, queries, read, past), own)
+        whole = join(paged.attend(view, jnp.int32(layer), queries, read, past), own)
         return (whole.value / whole.total).astype(q_BTNC.dtype).reshape(q_BTNC.shape), pool
 
     rows, _ = sharding.cache_axes(None)

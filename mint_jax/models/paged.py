@@ -28,6 +28,7 @@ from mint_jax.models.attention import causal
 from pallas_kernels.paged import PAGE as PAGE  # also the tokens of a block of prefill
 from pallas_kernels.paged import RUN as RUN
 from pallas_kernels.paged import RUN_PAGES as RUN_PAGES
+from pallas_kernels.paged import Rows
 from pallas_kernels.paged_attention import paged_attention, xla
 from pallas_kernels.partial import MASKED, Partial, join, nothing
 
@@ -89,8 +90,8 @@ class Cache(NamedTuple):
     view: View
 
 
-# Attention of a tree of queries [B, ..., M, X] to runs of rows, and a choice of keys: see ``pallas_kernels.paged.attend``.
-Attend = Callable[[Any, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array | None], Partial]
+# Attention of a tree of queries [B, ..., M, X] to what rows read, of which keys may be chosen: see ``pallas_kernels.paged.attend``.
+Attend = Callable[[Any, Rows, jax.Array | None], Partial]
 
 
 def write(pool: jax.Array, layer: jax.Array, new: jax.Array, view: View) -> jax.Array:
@@ -105,7 +106,7 @@ def write(pool: jax.Array, layer: jax.Array, new: jax.Array, view: View) -> jax.
     return pool.at[layer, view.page[:, None], heads, view.at[:, None]].set(new[..., 0, :], mode="drop")
 
 
-def attend(view: View, queries: Any, read: Attend, chosen: jax.Array | None = None) -> Partial:
+def attend(view: View, layer: jax.Array, queries: Any, read: Attend, chosen: jax.Array | None = None) -> Partial:
     """Attention of each row's queries to what its table holds, before it is merged with the new tokens' own.
 
     Args:
@@ -114,14 +115,14 @@ def attend(view: View, queries: Any, read: Attend, chosen: jax.Array | None = No
         chosen: ``[B, T, D / RUN_PAGES, S]`` bool, positions that may be seen at all; None for all.
     """
     with jax.named_scope("runs"):
-        total = read(queries, view.table, view.prefix, view.own, view.first, chosen)
+        total = read(queries, Rows(layer, view.table, view.prefix, view.own, view.first), chosen)
     if view.teams is None:
         return total
     teams = view.teams
     with jax.named_scope("teams"):
         # Where no row is in a team, which is every batch of single samples, not even their queries are gathered.
         there = jnp.any(teams.place >= 0)
-        return jax.lax.cond(there, lambda total: join(_of_teams(teams, queries, read, chosen), total), lambda total: total, total)
+        return jax.lax.cond(there, lambda total: join(_of_teams(teams, layer, queries, read, chosen), total), lambda total: total, total)
 
 
 def teams_at_once(teams: int, rows: int) -> int:
@@ -129,7 +130,7 @@ def teams_at_once(teams: int, rows: int) -> int:
     return min(teams, max(4, rows // TEAM))
 
 
-def _of_teams(teams: Teams, queries: Any, read: Attend, chosen: jax.Array | None) -> Partial:
+def _of_teams(teams: Teams, layer: jax.Array, queries: Any, read: Attend, chosen: jax.Array | None) -> Partial:
     """The rows' attention to their teams' prompts; none for a row without a team."""
     (Z, W), B = teams.rows.shape, teams.place.shape[0]
     at_once = teams_at_once(Z, B)
@@ -143,12 +144,13 @@ def _of_teams(teams: Teams, queries: Any, read: Attend, chosen: jax.Array | None
 
         none = jnp.zeros((at_once,), jnp.int32)
         with jax.named_scope("runs"):
-            one = read(jax.tree.map(part, mine), part(teams.table), part(teams.prefix), none, none, None if bits is None else part(bits))
+            rows = Rows(layer, part(teams.table), part(teams.prefix), none, none)
+            one = read(jax.tree.map(part, mine), rows, None if bits is None else part(bits))
         return jax.tree.map(lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, g * at_once, 0), all_, one)
 
     used = jnp.max(jnp.where(jnp.any(teams.rows >= 0, axis=1), jnp.arange(Z), -1)) + 1
     nobody = jnp.zeros((Z,), jnp.int32)
-    none = nothing(jax.eval_shape(read, mine, teams.table, nobody, nobody, nobody, bits))
+    none = nothing(jax.eval_shape(read, mine, Rows(layer, teams.table, nobody, nobody, nobody), bits))
     total = jax.lax.fori_loop(0, -(-used // at_once), group, none)
     place = jnp.maximum(teams.place, 0)
 
@@ -189,12 +191,11 @@ def grouped_query_attention(
         pool = {name: write(pool[name], layer, new[name], view) for name in pool}
         q_BKMH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 1, 3, 4).reshape(B, K, -1, H)
 
-        def read(q_BKMH, table, prefix, own, first, chosen):
-            args = q_BKMH, pool["k"], pool["v"], jnp.int32(layer), table, prefix, own, first
-            return paged_attention(*args, scale=scale, implementation=kernel)
+        def read(q_BKMH, rows, chosen):
+            return paged_attention(q_BKMH, pool["k"], pool["v"], rows, scale=scale, implementation=kernel)
 
         own = xla.scored(q_BKMH, new["k"], new["v"], jnp.repeat(causal(T), N // K, axis=0)[None, None], scale)
-        whole = join(attend(view, q_BKMH, read), own)
+        whole = join(attend(view, jnp.int32(layer), q_BKMH, read), own)
         o_BKMH = (whole.value / whole.total).astype(q_BTNH.dtype)
         return o_BKMH.reshape(B, K, T, N // K, H).transpose(0, 2, 1, 3, 4).reshape(B, T, N, H), pool
 

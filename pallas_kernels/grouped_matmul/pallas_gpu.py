@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from pallas_kernels.schedule import tiles
-from pallas_kernels.triton import Span, columns, cost, dot, power_of_two, read, write
+from pallas_kernels.triton import Span, attached, columns, cost, dot, power_of_two, read, write
 
 
 class Config(NamedTuple):
@@ -58,18 +58,10 @@ def require(x: jax.Array, w: jax.Array, sizes: jax.Array, index: jax.Array | Non
     if w.dtype.itemsize == 1 and 1 << 31 <= w.size <= 1 << 32:
         # Pallas counts elements in 32 bits up to 4 GiB of an array, and Triton takes them as signed.
         raise NotImplementedError("matrices of one byte an element are between 2 and 4 GiB: places in them overflow")
-    if w.dtype == jnp.float8_e4m3fn and (attached := _attached()) < 8.9:
-        raise NotImplementedError(f"this GPU is of compute capability {attached}, and float8 is read from 8.9 on")  # Triton would abort
+    if w.dtype == jnp.float8_e4m3fn and (least := min(attached(), default=8.9)) < 8.9:
+        raise NotImplementedError(f"this GPU is of compute capability {least}, and float8 is read from 8.9 on")  # Triton would abort
     if not x.size or not sizes.size:
         raise NotImplementedError("no rows or no groups")
-
-
-def _attached() -> float:
-    """The least compute capability of the GPUs that are attached; where there is none, what is compiled is for others, and unknown."""
-    try:
-        return min(float(device.compute_capability) for device in jax.local_devices(backend="cuda"))
-    except RuntimeError:
-        return float("inf")
 
 
 def _grouped_matmul(matrix: Any, first: Any, stop: Any, x: Any, w: Any, y: Any, *, transposed: bool, how: Config) -> None:

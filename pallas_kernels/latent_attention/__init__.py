@@ -12,12 +12,13 @@ import jax
 
 from pallas_kernels import dispatch, paged
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.latent_attention import pallas_tpu, xla
-from pallas_kernels.paged import PAGE
+from pallas_kernels.latent_attention import pallas_gpu, pallas_tpu, xla
+from pallas_kernels.paged import PAGE, Rows
 from pallas_kernels.partial import Partial
 
 ATTEND = (
     Implementation("pallas_tpu", "tpu", pallas_tpu.attend, pallas_tpu.require),
+    Implementation("pallas_gpu", "cuda", pallas_gpu.attend, pallas_gpu.require),
     Implementation("xla", None, xla.attend, dispatch.anything),
 )
 
@@ -27,11 +28,7 @@ def latent_attention(
     q_rope: jax.Array,
     latent: jax.Array,
     rope: jax.Array,
-    layer: jax.Array,
-    table: jax.Array,
-    prefix: jax.Array,
-    own: jax.Array,
-    first: jax.Array,
+    rows: Rows,
     chosen: jax.Array | None = None,
     *,
     scale: float,
@@ -43,10 +40,10 @@ def latent_attention(
     Args:
         q_latent, q_rope: ``[B, M, C]`` and ``[B, M, J]``.
         latent, rope: ``[L, U, PAGE, C']`` and ``[L, U, PAGE, J']``, at least C and J; what lies beyond is not looked at.
-        layer, table, prefix, own, first: as in ``paged_attention``.
+        rows: what each row reads.
         chosen: ``[B, T, D / RUN_PAGES, S]`` bool, positions that a token may see at all; None for all.
         scale: of scores.
-        implementation: ``auto``, ``xla`` or ``pallas_tpu``, see ``dispatch``.
+        implementation: ``auto``, ``xla``, ``pallas_tpu`` or ``pallas_gpu``, see ``dispatch``.
         interpret: run a kernel that is named in Pallas' interpreter; None: on a CPU.
 
     Raises:
@@ -55,6 +52,6 @@ def latent_attention(
     queries, pools = (q_latent.shape, q_rope.shape), (latent.shape, rope.shape)
     if queries[0][:2] != queries[1][:2] or any(len(x) != 4 or x[2] != PAGE or x[3] < q[2] for x, q in zip(pools, queries)):
         raise ValueError(f"queries have shapes {queries}, latents and rotary keys {pools}; expected [B, M, C] and [L, U, {PAGE}, C]")
-    paged.check_rows(q_latent.shape[0], table, prefix, own, first)
-    args = q_latent, q_rope, latent, rope, layer, table, prefix, own, first, chosen
+    paged.check_rows(q_latent.shape[0], rows)
+    args = q_latent, q_rope, latent, rope, rows, chosen
     return dispatch.run("latent_attention", ATTEND, implementation, args, interpret, scale=scale)

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 
 from pallas_kernels import paged_tpu
+from pallas_kernels.paged import Rows
 from pallas_kernels.paged_tpu import Config
 from pallas_kernels.partial import Partial
 
@@ -14,11 +15,7 @@ def require(
     q_rope: jax.Array,
     latent: jax.Array,
     rope: jax.Array,
-    layer: jax.Array,
-    table: jax.Array,
-    prefix: jax.Array,
-    own: jax.Array,
-    first: jax.Array,
+    rows: Rows,
     chosen: jax.Array | None = None,
 ) -> None:
     """Whether ``attend`` can serve these.
@@ -37,11 +34,7 @@ def attend(
     q_rope: jax.Array,
     latent: jax.Array,
     rope: jax.Array,
-    layer: jax.Array,
-    table: jax.Array,
-    prefix: jax.Array,
-    own: jax.Array,
-    first: jax.Array,
+    rows: Rows,
     chosen: None = None,
     *,
     scale: float,
@@ -50,5 +43,5 @@ def attend(
 ) -> Partial:
     """See ``latent_attention``."""
     queries, pools = [q_latent[:, None], q_rope[:, None]], [latent[:, :, None], rope[:, :, None]]
-    out = paged_tpu.attend(queries, pools, 0, q_latent.shape[2], layer, table, prefix, own, first, scale, config, interpret)
+    out = paged_tpu.attend(queries, pools, 0, q_latent.shape[2], rows, scale, config, interpret)
     return Partial(*(x[:, 0] for x in out))

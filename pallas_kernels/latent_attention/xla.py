@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import paged
+from pallas_kernels.paged import Rows
 from pallas_kernels.partial import MASKED, Partial, partial_softmax
 
 
@@ -26,11 +27,7 @@ def attend(
     q_rope: jax.Array,
     latent: jax.Array,
     rope: jax.Array,
-    layer: jax.Array,
-    table: jax.Array,
-    prefix: jax.Array,
-    own: jax.Array,
-    first: jax.Array,
+    rows: Rows,
     chosen: jax.Array | None = None,
     *,
     scale: float,
@@ -38,8 +35,8 @@ def attend(
     """See ``latent_attention``."""
 
     def score(queries: tuple[jax.Array, jax.Array], pages: jax.Array, seen: jax.Array) -> Partial:
-        latent_BSC, rope_BSJ = (paged.read(pool, layer, pages, q.shape[-1]) for pool, q in zip((latent, rope), queries))
+        latent_BSC, rope_BSJ = (paged.read(pool, rows.layer, pages, q.shape[-1]) for pool, q in zip((latent, rope), queries))
         seen_BTS = seen[:, None] if seen.ndim == 2 else seen
         return scored(*queries, paged.clean(latent_BSC, jnp.any(seen_BTS, axis=1)), rope_BSJ, seen_BTS, scale)
 
-    return paged.attend(score, (q_latent, q_rope), table, prefix, own, first, chosen)
+    return paged.attend(score, (q_latent, q_rope), rows, chosen)

@@ -4,6 +4,6 @@ The forward pass leaves the logarithm of each query's sum of weights, from which
 (FlashAttention, arXiv 2205.14135, sections 3.1 and B.2), so that no scores are ever stored.
 """
 
-from pallas_kernels.packed_attention.pallas_tpu import backward, forward, require_backward, require_forward
+from pallas_kernels.packed_attention import pallas_gpu, pallas_tpu
 
-__all__ = ["backward", "forward", "require_backward", "require_forward"]
+__all__ = ["pallas_gpu", "pallas_tpu"]

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.naturals import div, rem
+from pallas_kernels.packed_attention.segments import meeting
 from pallas_kernels.partial import MASKED
 from pallas_kernels.products import dot
 
@@ -35,8 +37,8 @@ class Config(NamedTuple):
     block: int = 512
 
 
-def require_forward(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> None:
-    """Whether ``forward`` can serve these, or their shapes.
+def require(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> None:
+    """Whether ``forward`` and ``backward`` can serve these, or their shapes.
 
     Raises:
         NotImplementedError: with the reason.
@@ -45,9 +47,6 @@ def require_forward(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> Non
         raise NotImplementedError(f"queries, keys and values are {q.dtype}, {k.dtype}, {v.dtype}; all bfloat16 or all float32 are served")
     if wrong := [n for n in (q.shape[-1], v.shape[-1]) if n % 8 or n > WIDEST]:
         raise NotImplementedError(f"heads are {wrong[0]} wide; multiples of 8 up to {WIDEST} are served")
-
-
-require_backward = require_forward
 
 
 class _Blocks:
@@ -70,29 +69,9 @@ class _Blocks:
 
 
 def _segments(blocks: _Blocks, own: jax.Array, parent: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Segments ``[B, 1, T]`` twice, and ``[B, blocks, blocks]`` which blocks of queries may see something of which keys.
-
-    Ranges of segments that overlap say may; those that do not overlap say no.
-    """
+    """Segments ``[B, 1, T]`` twice, and ``[B, blocks, blocks]`` which blocks of queries may see something of which keys."""
     own, parent = (blocks.padded(x.astype(jnp.int32), 1, fill=-1) for x in (own, parent))  # padding sees itself
-
-    def ends(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        x = x.reshape(x.shape[0], blocks.count, blocks.size)
-        return jnp.min(x, axis=2), jnp.max(x, axis=2)
-
-    (low, high), (low_parent, high_parent) = ends(own), ends(parent)
-
-    def meets(low: jax.Array, high: jax.Array, k_low: jax.Array, k_high: jax.Array) -> jax.Array:
-        return (low[:, :, None] <= k_high[:, None]) & (k_low[:, None] <= high[:, :, None])
-
-    at = jnp.arange(blocks.count)
-    meet = meets(low, high, low, high) | meets(low_parent, high_parent, low, high)
-    return own[:, None], parent[:, None], (meet & (at[:, None] >= at[None])[None]).astype(jnp.int32)
-
-
-def _div(x: jax.Array, n: int) -> jax.Array:
-    """Of what is not negative: ``//`` asks for signs, for which the compiler must know its chip while it lowers."""
-    return jax.lax.div(x, jnp.int32(n))
+    return own[:, None], parent[:, None], meeting(own, parent, blocks.size, blocks.size).astype(jnp.int32)
 
 
 def _column(row: jax.Array) -> jax.Array:
@@ -160,7 +139,7 @@ def _queries_kernel(meet, own_q, parent_q, own_k, q, k, v, g, lse, along, dq, ac
 
 def _keys_kernel(meet, own_q, parent_q, own_k, q, k, v, g, lse, along, dk, dv, dk_acc, dv_acc, *, scale: float, blocks: int) -> None:
     j, t = pl.program_id(2), pl.program_id(3)
-    i = jax.lax.rem(t, jnp.int32(blocks))
+    i = rem(t, blocks)
 
     @pl.when(t == 0)
     def _first() -> None:
@@ -213,7 +192,7 @@ def _specs(blocks: _Blocks, G: int, H: int, V: int) -> tuple[list[Any], Any, Any
         *(pl.BlockSpec((1, 1, size), lambda b, n, i, j: (b, 0, i)),) * 2,
         pl.BlockSpec((1, 1, size), lambda b, n, i, j: (b, 0, last(i, j))),
     ]
-    wide = [pl.BlockSpec((1, 1, size, n), lambda b, h, i, j: (b, _div(h, G), last(i, j), 0)) for n in (H, V)]
+    wide = [pl.BlockSpec((1, 1, size, n), lambda b, h, i, j: (b, div(h, G), last(i, j), 0)) for n in (H, V)]
     of_queries = lambda n: pl.BlockSpec((1, 1, size, n), lambda b, h, i, j: (b, h, i, 0))  # noqa: E731
     return [*metas, of_queries(H), *wide], of_queries, pl.BlockSpec((1, 1, 1, size), lambda b, h, i, j: (b, h, 0, i))
 
@@ -298,8 +277,8 @@ def backward(
         scratch_shapes=[vmem(H)],
     )
     # The block of queries; those that see none of these keys are not fetched.
-    at = lambda t, j: jnp.maximum(jax.lax.rem(t, jnp.int32(blocks.count)), j)  # noqa: E731
-    head = lambda n, t: n * G + _div(t, blocks.count)  # noqa: E731
+    at = lambda t, j: jnp.maximum(rem(t, blocks.count), j)  # noqa: E731
+    head = lambda n, t: n * G + div(t, blocks.count)  # noqa: E731
     of_q = lambda w: pl.BlockSpec((1, 1, S, w), lambda b, n, j, t: (b, head(n, t), at(t, j), 0))  # noqa: E731
     of_k = lambda w: pl.BlockSpec((1, 1, S, w), lambda b, n, j, t: (b, n, j, 0))  # noqa: E731
     of_segments = pl.BlockSpec((1, 1, S), lambda b, n, j, t: (b, 0, at(t, j)))

@@ -25,6 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import cost
+from pallas_kernels.naturals import div, rem
 from pallas_kernels.packed_lora import tpu_tiles as tiles
 from pallas_kernels.packed_lora.runs import BEFORE, BEHIND, COUNT, Runs, runs_of
 from pallas_kernels.packed_lora.tpu_tiles import Config
@@ -72,7 +73,7 @@ def _add_kernel(meta, local, x, *refs, K: int, C: int, R: int, columns: int, sca
             out[k][...] = onto[k][...]
 
     def computed(chunk: jax.Array, first: bool, safe: bool, halves: bool) -> jax.Array:
-        slot, strange = chunk % 2, jnp.int32(0)
+        slot, strange = rem(chunk, 2), jnp.int32(0)
         if halves:
             own = [rows.own(chunk, k) for k in range(K)]
             [both] = tiles.shrink(x, [one.at[:, : C // 2] for one in a_buf], slot, own[0] | own[1], columns, scale)
@@ -166,7 +167,7 @@ class _Sums:
     def __init__(self, meta: Any, out: Any, carry: Any, stage: Any, part: Any, sem: Any, T: int):
         self.meta, self.out, self.stage, self.part, self.sem = meta, out, stage, part, sem
         tile = pl.program_id(0)
-        self.before, self.behind = carry.at[(tile + 1) % 2], carry.at[tile % 2]
+        self.before, self.behind = carry.at[rem(tile + 1, 2)], carry.at[rem(tile, 2)]
         self.count, self.comes, self.goes_on = (meta[0, 0, T + n] for n in (COUNT, BEFORE, BEHIND))
 
     def add(self, chunk: jax.Array, first: bool, left_ref: Any, right_ref: Any, own: jax.Array, safe: bool) -> jax.Array:
@@ -248,8 +249,8 @@ def _back_kernel(meta, local, x, *refs, K: int, C: int, R: int, columns: int) ->
         if not first:
             for one in sums:
                 one.wait(chunk - 1)
-        slot, own, strange = chunk % 2, rows.own(chunk), jnp.int32(0)
-        own_across = jax.lax.broadcasted_iota(jnp.int32, (C * R, T), 0) // R + chunk * C == local[0]
+        slot, own, strange = rem(chunk, 2), rows.own(chunk), jnp.int32(0)
+        own_across = div(jax.lax.broadcasted_iota(jnp.int32, (C * R, T), 0), R) + chunk * C == local[0]
         for ref, h in zip(h_refs, tiles.shrink(x, buffers[:K], slot, own, columns)):
             ref[...] = h.astype(x.dtype)
         for k in range(K):
@@ -268,7 +269,7 @@ def _back_kernel(meta, local, x, *refs, K: int, C: int, R: int, columns: int) ->
     def all_chunks(safe: bool) -> jax.Array:
         strange = tiles.over_chunks(count, C, fetch, functools.partial(chunk_of, safe=safe))
         for one in sums:
-            one.wait((count + C - 1) // C - 1)
+            one.wait(div(count + C - 1, C) - 1)
         return strange
 
     @pl.when(count > 0)

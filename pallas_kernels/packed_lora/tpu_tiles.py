@@ -14,6 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import cost
+from pallas_kernels.naturals import div, rem
 from pallas_kernels.products import dot
 
 LANES = 128
@@ -150,10 +151,10 @@ class Rows:
         Args:
             half: the columns hold the chunk's first C / 2 adapters twice, and only this half of them is meant.
         """
-        column, held = jax.lax.broadcasted_iota(jnp.int32, (self.T, self.C * self.R), 1) // self.R, self.C
+        column, held = div(jax.lax.broadcasted_iota(jnp.int32, (self.T, self.C * self.R), 1), self.R), self.C
         if half is not None:
             held = self.C // 2
-            column = jnp.where(column // held == half, column % held, self.C)  # none of the first half's
+            column = jnp.where(div(column, held) == half, rem(column, held), self.C)  # none of the first half's
         return column + chunk * self.C == self.run
 
 
@@ -173,7 +174,7 @@ class Fetch:
 
     def slot(self, chunk: jax.Array) -> jax.Array:
         """The half of a chunk."""
-        return (chunk + self.begin) % 2
+        return rem(chunk + self.begin, 2)
 
     def clear(self) -> None:
         """At the first tile: columns that a chunk leaves unused would hold what was in memory, and NaN there is right but slow."""
@@ -182,7 +183,7 @@ class Fetch:
         def _first() -> None:
             def one(i: jax.Array, _: None) -> None:
                 for _stack, buffer in self.pairs:
-                    buffer[i // self.C, i % self.C] = jnp.zeros(buffer.shape[2:], buffer.dtype)
+                    buffer[div(i, self.C), rem(i, self.C)] = jnp.zeros(buffer.shape[2:], buffer.dtype)
 
             jax.lax.fori_loop(0, 2 * self.C, one, None)
 
@@ -192,7 +193,7 @@ class Fetch:
         def one(i: jax.Array, _: None) -> None:
             w = self.meta[0, 0, chunk * self.C + i]
             for stack, buffer in self.pairs:
-                at = w if len(stack.shape) == 3 else pl.ds(pl.multiple_of(w // 2 * 2, 2), 2)
+                at = w if len(stack.shape) == 3 else pl.ds(pl.multiple_of(div(w, 2) * 2, 2), 2)
                 copy = pltpu.make_async_copy(stack.at[at], buffer.at[slot, i], self.sem.at[slot])
                 getattr(copy, what)()
 
@@ -288,7 +289,7 @@ def not_zero(strange: jax.Array) -> jax.Array:
 
 def over_chunks(count: jax.Array, C: int, fetch: Fetch, body: Any) -> Any:
     """``body(chunk, first) -> int32`` over the chunks of a tile, while the next one's factors are fetched; the sum."""
-    chunks = (count + C - 1) // C
+    chunks = div(count + C - 1, C)
 
     def one(chunk: jax.Array, first: bool) -> jax.Array:
         @pl.when(chunk + 1 < chunks)

@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import cost
+from pallas_kernels.naturals import div
 from pallas_kernels.packed_lora import tpu_tiles as tiles
 from pallas_kernels.packed_lora.runs import COUNT
 from pallas_kernels.packed_lora.tpu_tiles import Config
@@ -75,7 +76,7 @@ def _kernel(tile_V, expert_V, meta, ahead, local, *refs, K: int, C: int, R: int,
     fresh = (v == 0) | (tile_V[v] != tile_V[jnp.maximum(v - 1, 0)])  # nothing is written in the tile yet
     mine = of.run >= -1
     count, pairs = meta[0, 0, T + COUNT], [*zip(a, a_buf), *zip(b, b_buf)]
-    chunks = (count + C - 1) // C
+    chunks = div(count + C - 1, C)
 
     @pl.when(v == 0)
     def _start() -> None:

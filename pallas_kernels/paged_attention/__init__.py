@@ -1,7 +1,6 @@
 """Grouped-query attention (arXiv 2305.13245) of each row's queries to what its table of pages holds.
 
-Axes: L layers, U pages, B rows, K kv heads, M queries of one (heads of its group times new tokens), H head dim, X width in the pool,
-D table entries.
+Axes: L layers, U pages, B rows, K kv heads, M queries of one (heads of its group times new tokens), H head dim, X width in the pool.
 """
 
 from typing import Any
@@ -10,12 +9,13 @@ import jax
 
 from pallas_kernels import dispatch, paged
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.paged import PAGE
-from pallas_kernels.paged_attention import pallas_tpu, xla
+from pallas_kernels.paged import PAGE, Rows
+from pallas_kernels.paged_attention import pallas_gpu, pallas_tpu, xla
 from pallas_kernels.partial import Partial
 
 ATTEND = (
     Implementation("pallas_tpu", "tpu", pallas_tpu.attend, pallas_tpu.require),
+    Implementation("pallas_gpu", "cuda", pallas_gpu.attend, pallas_gpu.require),
     Implementation("xla", None, xla.attend, dispatch.anything),
 )
 
@@ -24,11 +24,7 @@ def paged_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    layer: jax.Array,
-    table: jax.Array,
-    prefix: jax.Array,
-    own: jax.Array,
-    first: jax.Array,
+    rows: Rows,
     *,
     scale: float,
     implementation: str = "auto",
@@ -39,12 +35,9 @@ def paged_attention(
     Args:
         q: ``[B, K, M, H]``.
         k, v: ``[L, U, K, PAGE, X]``, X at least H; what lies beyond H is not looked at.
-        layer: int32.
-        table: ``[B, D]`` int32: the pages of a row's prefix and, from a new run on, of its own tokens; see ``paged``.
-        prefix, own: ``[B]`` int32, how many tokens each part has.
-        first: ``[B]`` int32, the first run that is read.
+        rows: what each row reads.
         scale: of scores.
-        implementation: ``auto``, ``xla`` or ``pallas_tpu``, see ``dispatch``.
+        implementation: ``auto``, ``xla``, ``pallas_tpu`` or ``pallas_gpu``, see ``dispatch``.
         interpret: run a kernel that is named in Pallas' interpreter; None: on a CPU.
 
     Raises:
@@ -53,6 +46,5 @@ def paged_attention(
     (B, K, _, H), pools = q.shape, (k.shape, v.shape)
     if any(len(pool) != 5 or pool[2:4] != (K, PAGE) or pool[4] < H for pool in pools):
         raise ValueError(f"q has shape {q.shape}, k and v {pools}; expected [B, K, M, H] and [L, U, K, {PAGE}, X], X at least H")
-    paged.check_rows(B, table, prefix, own, first)
-    args = q, k, v, layer, table, prefix, own, first
-    return dispatch.run("paged_attention", ATTEND, implementation, args, interpret, scale=scale)
+    paged.check_rows(B, rows)
+    return dispatch.run("paged_attention", ATTEND, implementation, (q, k, v, rows), interpret, scale=scale)

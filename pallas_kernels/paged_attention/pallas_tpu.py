@@ -5,6 +5,7 @@ from typing import Any
 import jax
 
 from pallas_kernels import paged_tpu
+from pallas_kernels.paged import Rows
 from pallas_kernels.paged_tpu import Config
 from pallas_kernels.partial import Partial
 
@@ -22,15 +23,11 @@ def attend(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    layer: jax.Array,
-    table: jax.Array,
-    prefix: jax.Array,
-    own: jax.Array,
-    first: jax.Array,
+    rows: Rows,
     *,
     scale: float,
     config: Config = Config(),
     interpret: Any = False,
 ) -> Partial:
     """See ``paged_attention``."""
-    return paged_tpu.attend([q], [k, v], 1, q.shape[3], layer, table, prefix, own, first, scale, config, interpret)
+    return paged_tpu.attend([q], [k, v], 1, q.shape[3], rows, scale, config, interpret)

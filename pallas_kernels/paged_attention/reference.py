@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from pallas_kernels.paged import PAGE, RUN
+from pallas_kernels.paged import PAGE, RUN, Rows
 from pallas_kernels.partial import MASKED
 
 
@@ -24,8 +24,9 @@ def softmax(s: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.nd
     return top, p.sum(1, keepdims=True), p @ v
 
 
-def paged_attention(q: Any, k: Any, v: Any, layer: int, table: Any, prefix: Any, own: Any, first: Any, scale: float) -> list[np.ndarray]:
+def paged_attention(q: Any, k: Any, v: Any, rows: Rows, scale: float) -> list[np.ndarray]:
     """As ``paged_attention.paged_attention``."""
+    layer, table, prefix, own, first = rows
     q, (k, v) = np.array(q, np.float64), (np.array(x[layer], np.float64) for x in (k, v))
     table, (B, K, M, H) = np.asarray(table), q.shape
     out = [np.zeros((B, K, M, n)) for n in (1, 1, H)]

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import paged
+from pallas_kernels.paged import Rows
 from pallas_kernels.partial import MASKED, Partial, partial_softmax
 
 
@@ -23,18 +24,14 @@ def attend(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    layer: jax.Array,
-    table: jax.Array,
-    prefix: jax.Array,
-    own: jax.Array,
-    first: jax.Array,
+    rows: Rows,
     *,
     scale: float,
 ) -> Partial:
     """See ``paged_attention``."""
 
     def score(q_BKMH: jax.Array, pages: jax.Array, seen_BS: jax.Array) -> Partial:
-        k_BKSH, v_BKSH = (paged.read(pool, layer, pages, q_BKMH.shape[-1]) for pool in (k, v))
+        k_BKSH, v_BKSH = (paged.read(pool, rows.layer, pages, q_BKMH.shape[-1]) for pool in (k, v))
         return scored(q_BKMH, k_BKSH, paged.clean(v_BKSH, seen_BS[:, None]), seen_BS[:, None, None], scale)
 
-    return paged.attend(score, q, table, prefix, own, first)
+    return paged.attend(score, q, rows)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.naturals import rem
 from pallas_kernels.packed_lora import pallas_tpu as packed
 from pallas_kernels.packed_lora import tpu_tiles as tiles
 from pallas_kernels.packed_lora.runs import COUNT, slots_of
@@ -67,7 +68,7 @@ def add(
 def _fold(n: int, R: int) -> jax.Array:
     """``[n, R]``, where ``h [T, n] fold`` sums columns that are R apart."""
     row, column = (jax.lax.broadcasted_iota(jnp.int32, (n, R), i) for i in (0, 1))
-    return jnp.where(row % R == column, 1.0, 0.0)
+    return jnp.where(rem(row, R) == column, 1.0, 0.0)
 
 
 def _shrink_kernel(meta, local, x, a, out, a_buf, sem, *, C: int, R: int, columns: int) -> None:
@@ -78,7 +79,7 @@ def _shrink_kernel(meta, local, x, a, out, a_buf, sem, *, C: int, R: int, column
     out[...] = jnp.zeros(out.shape, out.dtype)
 
     def chunk_of(chunk: jax.Array, first: bool) -> jax.Array:
-        [h] = tiles.shrink(x, [a_buf], chunk % 2, rows.own(chunk), columns)
+        [h] = tiles.shrink(x, [a_buf], rem(chunk, 2), rows.own(chunk), columns)
         out[...] += dot(h, _fold(C * R, R), (1, 0))  # a row has zeros in all columns but its own
         return jnp.int32(0)
 
@@ -100,7 +101,7 @@ def _expand_kernel(meta, local, h, b, onto, out, b_buf, h_ref, sem, *, C: int, R
     def chunk_of(chunk: jax.Array, first: bool, safe: bool) -> jax.Array:
         across = dot(h[...], _fold(C * R, R), (1, 1))
         h_ref[:T] = jnp.where(rows.own(chunk), across, 0.0).astype(h_ref.dtype)
-        return tiles.expand([tiles.Term(h_ref, b_buf)], chunk % 2, rows, chunk, onto if first else out, out, columns, safe)
+        return tiles.expand([tiles.Term(h_ref, b_buf)], rem(chunk, 2), rows, chunk, onto if first else out, out, columns, safe)
 
     @pl.when(count > 0)
     def _some() -> None:

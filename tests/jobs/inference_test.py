@@ -15,11 +15,12 @@ import pytest
 import torch
 from ml_collections import ConfigDict
 
+from mint_jax import launch
 from mint_jax.catalog.cli.parser import main
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import pack, unpack
 from mint_jax.errors import Interrupted, UserError
-from mint_jax.jobs import JOBS, sample, score
+from mint_jax.jobs import JOBS, sample, score, settings
 from mint_jax.jobs.output import Output
 from tests import oracles
 
@@ -66,6 +67,26 @@ def write_lines(path, rows):
 
 def read_lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_result_tells_which_kernels_of_its_machine_were_passed_over(hf_dirs, tmp_path, monkeypatch):
+    """On a CPU none is wanted; as on a TPU: its kernel of attention to pages reads none that are as narrow as a CPU's."""
+    write_lines(tmp_path / "in.jsonl", [{"tokens": [1, 2, 3]}])
+    told = {}
+    for platform in ("cpu", "tpu"):
+        jax.clear_caches()  # what other tests have traced would not be asked about again
+        monkeypatch.setattr(launch, "_platform", lambda platform=platform: platform)
+        fields = {"input": str(tmp_path / "in.jsonl"), "output": str(tmp_path / f"{platform}.jsonl"), "sampling": {"max_tokens": 2}}
+        config = config_of("sample", base=str(hf_dirs("llama")), **fields)
+        settings.complete(config)
+        made = launch.run(config, tmp_path / platform)
+        told[platform] = made["kernels_passed_over"]
+        assert json.loads((tmp_path / platform / "result.json").read_text())["kernels_passed_over"] == told[platform]
+    assert told["cpu"] == []
+    (of_pages,) = (one for one in told["tpu"] if one["op"] == "paged_attention")
+    assert of_pages["implementation"] == "pallas_tpu"
+    assert "is no multiple of 128" in of_pages["reason"]
+    assert of_pages["times"] > 0
 
 
 def test_score_equals_torch_for_mixed_adapters_and_lengths(hf_dirs, adapters, rng, tmp_path):

@@ -67,6 +67,7 @@ def _normal(rng, *shape, dtype=np.float32):
         (2, 100, 4, 2, 40_000, "xla"),  # every block's scores in slices
         (2, 5, 4, 4, None, "pallas_tpu"),  # one block, most of it padding
         (1, 600, 4, 2, None, "pallas_tpu"),  # 640 positions in five blocks
+        (1, 100, 4, 2, None, "pallas_gpu"),
     ],
 )
 def test_packed_values_and_gradients_equal_a_plain_softmax(B, T, N, K, score_bytes, kernel, rng, monkeypatch):

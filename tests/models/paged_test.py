@@ -407,7 +407,8 @@ def test_chosen_keys_are_the_only_ones_in_teams_and_alone(rng):
             seen = seen if seen.ndim == 3 else jnp.broadcast_to(seen[:, None], (len(q), q.shape[1] // N, RUN))
             return score_of(pages.clean(pages.read(pool, LAYER, run), jnp.any(seen, axis=1)), q, seen)
 
-        whole = join(paged.attend(view, q, functools.partial(pages.attend, score), chosen), score_of(extra, q, jnp.ones((B, T, 1), bool)))
+        new = score_of(extra, q, jnp.ones((B, T, 1), bool))
+        whole = join(paged.attend(view, LAYER, q, functools.partial(pages.attend, score), chosen), new)
         return whole.value / whole.total
 
     want = []

@@ -1,5 +1,6 @@
 """Programs as they are lowered for a GPU, where there is none."""
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -7,9 +8,24 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 HOPPER = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")  # from JAX 0.12 on Pallas asks for which
+KERNEL = "__gpu$xla.gpu.triton"
 
 
 def text(fn: Callable[..., Any], *args: Any) -> str:
     """What a call of ``fn`` is lowered to."""
     with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=HOPPER)):
         return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def check_one_kernel(call: Callable[..., Any], *args: Any) -> None:
+    """By ``auto``: on a GPU a kernel of Pallas and no product beside it; on a CPU no kernel."""
+    lowered = text(call, *args)
+    assert lowered.count(KERNEL) == 1
+    assert "stablehlo.dot" not in lowered
+    assert KERNEL not in jax.jit(call).lower(*args).as_text()
+
+
+def attach(monkeypatch: Any, *capabilities: str) -> None:
+    """GPUs of these compute capabilities, for who asks."""
+    devices = [types.SimpleNamespace(compute_capability=one) for one in capabilities]
+    monkeypatch.setattr(jax, "local_devices", lambda backend: devices)

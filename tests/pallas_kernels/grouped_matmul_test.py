@@ -1,7 +1,6 @@
 """The kernel of GPUs against float64, and what it is lowered to; its isolation is in ``models/grouped_test.py``, with the other forms'."""
 
 import functools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -107,8 +106,7 @@ def test_it_says_what_it_does_not_serve(monkeypatch):
         one = told(small, w=jax.ShapeDtypeStruct((groups, 8192, 8192), "int8"))
         assert one == "serves on cuda" if serves else "between 2 and 4 GiB" in one
     for attached, serves in (("8.0", False), ("8.9", True), ("10.0", True)):  # to convert float8 for the first Triton ends the process
-        devices = [types.SimpleNamespace(compute_capability=one) for one in ("9.0", attached)]
-        monkeypatch.setattr(jax, "local_devices", lambda backend, devices=devices: devices)
+        gpu.attach(monkeypatch, "9.0", attached)
         assert (told(small._replace(stored="float8_e4m3fn")) == "serves on cuda") == serves
         assert told(small._replace(stored="int8")) == "serves on cuda"
     with pytest.raises(ValueError, match="no implementation 'triton'; choose one of: auto, pallas_gpu, xla"):

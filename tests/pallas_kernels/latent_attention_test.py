@@ -1,4 +1,4 @@
-"""Latent attention to a paged cache against float64, by XLA and by the kernel of TPUs: isolation, races, ahead-of-time compilation."""
+"""Latent attention to a paged cache against float64, by XLA and by the kernels: isolation, races, compilation ahead of time."""
 
 import functools
 
@@ -8,17 +8,20 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import dispatch, latent_attention
-from pallas_kernels.latent_attention import pallas_tpu, reference, shapes, xla
+from pallas_kernels import dispatch, latent_attention, paged_gpu
+from pallas_kernels.latent_attention import pallas_gpu, pallas_tpu, reference, shapes, xla
 from pallas_kernels.paged_tpu import Config
-from tests.pallas_kernels import pages
+from tests.pallas_kernels import gpu, pages
 from tests.pallas_kernels.pages import CHIPS
 
 SCALE = 0.15
 SMALL = Config(runs=2, slots=2, rows=8)
+SMALL_GPU = paged_gpu.Config(queries=16, keys=64, most=32, parts=3, warps=4, stages=2)
 FORMS = {
     "pallas_tpu": jax.jit(functools.partial(pallas_tpu.attend, scale=SCALE, interpret=True)),
     "pallas_tpu small": jax.jit(functools.partial(pallas_tpu.attend, scale=SCALE, config=SMALL, interpret=True)),
+    "pallas_gpu": jax.jit(functools.partial(pallas_gpu.attend, scale=SCALE, interpret=True)),
+    "pallas_gpu small": jax.jit(functools.partial(pallas_gpu.attend, scale=SCALE, how=SMALL_GPU, interpret=True)),
     "xla": jax.jit(functools.partial(xla.attend, scale=SCALE)),
 }
 
@@ -28,7 +31,7 @@ def arguments(rng, B, M, C, J, L, dtype, **lengths):
     rows, U = pages.random_rows(rng, B, L, **lengths)
     pools = (pages.random_pool(rng, rows, (L, U, pages.PAGE, -(-n // 128) * 128), n, dtype) for n in (C, J))
     queries = (jnp.array(rng.normal(size=(B, M, n)), dtype) for n in (C, J))
-    return *queries, *pools, *rows
+    return *queries, *pools, rows
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -42,18 +45,19 @@ def test_values_are_those_of_float64(rng, form, case):
 
 
 @pytest.mark.bits
-def test_what_is_not_finite_stays_with_its_row(rng):
+@pytest.mark.parametrize("form", ["pallas_tpu small", "pallas_gpu small"])
+def test_what_is_not_finite_stays_with_its_row(rng, form):
     lengths = {"prefix": [200, 40, 129, 0], "own": [31, 140, 1, 33], "first": [0] * 4}
     names = ("q_latent", "q_rope", "latent", "rope")
-    *args, layer, table, prefix, own, first = arguments(rng, 4, 6, 128, 64, 2, "float32", **lengths)
-    rest, form = (layer, table, prefix, own, first), FORMS["pallas_tpu small"]
-    clean = form(*args, *rest)
+    *args, rows = arguments(rng, 4, 6, 128, 64, 2, "float32", **lengths)
+    form = FORMS[form]
+    clean = form(*args, rows)
     for value in (np.nan, np.inf, -np.inf):
         for n, name in enumerate(names):
             bad = int(rng.integers(4))
-            place = (bad, 3, 5) if name.startswith("q") else (layer, int(table[bad, 0]), 0, 5)
+            place = (bad, 3, 5) if name.startswith("q") else (rows.layer, int(rows.table[bad, 0]), 0, 5)
             dirty = [x.at[place].set(value) if i == n else x for i, x in enumerate(args)]
-            made = form(*dirty, *rest)
+            made = form(*dirty, rows)
             for one, other in zip(made, clean, strict=True):
                 others = np.arange(4) != bad
                 assert np.array(one)[others].tobytes() == np.array(other)[others].tobytes(), (name, value)
@@ -72,11 +76,13 @@ def test_the_kernel_has_no_races_and_reads_nothing_that_was_not_written(rng):
 
 def test_chosen_keys_are_left_to_xla(rng):
     """And are the only ones that are seen: two tokens of three heads."""
-    q_latent, q_rope, latent, rope, layer, table, prefix, own, first = arguments(rng, 3, 6, 128, 64, 1, "float32")
+    *queries, latent, rope, rows = arguments(rng, 3, 6, 128, 64, 1, "float32")
+    layer, table, prefix, own, first = rows
     chosen = rng.random((3, 2, table.shape[1] // 4, 128)) < 0.5
-    args = q_latent, q_rope, latent, rope, layer, table, prefix, own, first
+    args = *queries, latent, rope, rows
     assert dict(dispatch.explain(latent_attention.ATTEND, *args, chosen)) == {
         "pallas_tpu": "does not serve: which keys a query sees is chosen",
+        "pallas_gpu": "does not serve: which keys a query sees is chosen",
         "xla": "serves on any platform",
     }
     made = latent_attention.latent_attention(*args, chosen, scale=SCALE)
@@ -87,7 +93,7 @@ def test_chosen_keys_are_left_to_xla(rng):
             at = at[at >= int(first[b]) * 128]
             page = np.asarray(table)[b, at // 32]
             keys = (np.array(x, np.float64)[int(layer), page, at % 32, :n] for x, n in ((latent, 128), (rope, 64)))
-            q = np.concatenate([np.array(x, np.float64)[b, 3 * t : 3 * t + 3] for x in (q_latent, q_rope)], axis=1)
+            q = np.concatenate([np.array(x, np.float64)[b, 3 * t : 3 * t + 3] for x in queries], axis=1)
             values, positions = keys
             s = q @ np.concatenate([values, positions], axis=1).T * SCALE
             if len(at):
@@ -96,20 +102,32 @@ def test_chosen_keys_are_left_to_xla(rng):
                 np.testing.assert_allclose(mine, w / w.sum(1, keepdims=True) @ values, atol=pages.TOLERANCE["float32"])
 
 
+def test_a_gpu_of_little_shared_memory_leaves_latents_to_xla(monkeypatch):
+    args = arrays(shapes.DECODE[0])
+    for attached, serves in (("8.0", True), ("8.6", False), ("9.0", True)):
+        gpu.attach(monkeypatch, attached)
+        told = dict(dispatch.explain(latent_attention.ATTEND, *args))["pallas_gpu"]
+        assert told == "serves on cuda" if serves else "8.6, whose 99 KiB" in told
+
+
 def test_shapes_are_checked(rng):
     args = arguments(rng, 2, 3, 128, 64, 1, "float32")
     with pytest.raises(ValueError, match="queries have shapes"):
         latent_attention.latent_attention(args[0], args[1], args[2][..., :64], *args[3:], scale=SCALE)
     with pytest.raises(ValueError, match="D a multiple of 4"):
-        latent_attention.latent_attention(*args[:5], args[5][:, :3], *args[6:], scale=SCALE)
+        latent_attention.latent_attention(*args[:4], args[4]._replace(table=args[4].table[:, :3]), scale=SCALE)
+
+
+def arrays(shape: shapes.Shape):
+    B, M, positions, C, J, width, dtype = shape
+    queries = [jax.ShapeDtypeStruct((B, M, n), dtype) for n in (C, J)]
+    pools = [jax.ShapeDtypeStruct((2, 4096, pages.PAGE, n), dtype) for n in (C, width)]
+    return *queries, *pools, pages.of_rows(B, positions)
 
 
 def check(chip: str, shape: shapes.Shape) -> None:
-    B, M, positions, C, J, width, dtype = shape
-    queries, pools = ([((B, M, n), dtype) for n in (C, J)], [((2, 4096, pages.PAGE, n), dtype) for n in (C, width)])
-    call = functools.partial(latent_attention.latent_attention, scale=SCALE)
-    made = pages.compiled(chip, call, [*queries, *pools, *pages.of_rows(B, positions)])
-    pages.check_compiled(made, 4 * B * M * (C + width))
+    made = pages.compiled(chip, functools.partial(latent_attention.latent_attention, scale=SCALE), arrays(shape))
+    pages.check_compiled(made, 4 * shape.rows * shape.queries * (shape.latent + shape.width))
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -122,3 +140,12 @@ def test_a_tpus_compiler_takes_the_kernel_with_nothing_large_beside_it(chip):
 def test_a_tpus_compiler_takes_the_kernel_for_all_real_shapes(chip):
     for shape in (*shapes.DECODE[1:], *shapes.TEAMS, *shapes.PREFILL):
         check(chip, shape)
+
+
+ALL = (*shapes.DECODE, *shapes.TEAMS, *shapes.PREFILL)
+SOME = (shapes.DECODE[0], shapes.DECODE[-1], shapes.PREFILL[-1])
+
+
+@pytest.mark.parametrize("shape", [*SOME, *(pytest.param(s, marks=pytest.mark.long) for s in ALL if s not in SOME)], ids=str)
+def test_for_a_gpu_it_is_one_kernel_and_no_other_product(shape):
+    gpu.check_one_kernel(functools.partial(latent_attention.latent_attention, scale=SCALE), *arrays(shape))

@@ -1,4 +1,4 @@
-"""Attention of packed rows against float64, forward and backward; what is passed over, races, and what TPUs' compilers make of it."""
+"""Attention of packed rows against float64, forward and backward; what is passed over, races, and what compilers make of it."""
 
 import functools
 
@@ -11,9 +11,12 @@ from jax.sharding import SingleDeviceSharding
 
 from mint_jax import sharding
 from mint_jax.aot import chips
-from mint_jax.models.attention import Segments, packed_attention
-from pallas_kernels.packed_attention import backward, forward, pallas_tpu, reference, shapes
+from mint_jax.models.attention import FORWARD, Segments, _attended, packed_attention
+from pallas_kernels import dispatch
+from pallas_kernels.packed_attention import pallas_gpu, pallas_tpu, reference, shapes
 from pallas_kernels.packed_attention.pallas_tpu import Config
+from tests.laws.vmap_one_matmul_test import equations
+from tests.pallas_kernels import gpu
 from tests.pallas_kernels.packed_lora_test import CHIPS
 
 SCALE = 0.3
@@ -37,9 +40,21 @@ def arguments(rng, B, K, G, T, H, V, dtype="float32"):
     )
 
 
-def both(q, k, v, own, parent, g, **how):
-    out, lse = forward(q, k, v, own, parent, scale=SCALE, **how)
-    return out, lse, *backward(q, k, v, own, parent, out, lse, g, scale=SCALE, **how)
+def both(q, k, v, own, parent, g, kernel=pallas_tpu, **how):
+    out, lse = kernel.forward(q, k, v, own, parent, scale=SCALE, **how)
+    return out, lse, *kernel.backward(q, k, v, own, parent, out, lse, g, scale=SCALE, **how)
+
+
+def blocks_of_gpu(most, *sizes):
+    return pallas_gpu.Config(most, *(pallas_gpu.Block(*one, warps=4, stages=2) for one in sizes))
+
+
+SMALL_GPU = blocks_of_gpu(16, (64, 16), (16, 64), (32, 64))
+FORMS = {
+    "pallas_tpu": jax.jit(functools.partial(both, config=Config(block=256), interpret=True)),
+    "pallas_gpu": jax.jit(functools.partial(both, kernel=pallas_gpu, interpret=True)),
+    "pallas_gpu small": jax.jit(functools.partial(both, kernel=pallas_gpu, how=SMALL_GPU, interpret=True)),
+}
 
 
 def wanted(q, k, v, own, parent, g):
@@ -59,21 +74,28 @@ TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
     ],
     ids=str,
 )
-def test_values_and_gradients_are_those_of_float64(rng, shape):
+@pytest.mark.parametrize("form", FORMS)
+def test_values_and_gradients_are_those_of_float64(rng, shape, form):
     args = arguments(rng, *shape)
-    made = jax.jit(functools.partial(both, config=Config(block=256), interpret=True))(*args)
-    for ours, theirs in zip(made, wanted(*args), strict=True):
+    for ours, theirs in zip(FORMS[form](*args), wanted(*args), strict=True):
         np.testing.assert_allclose(np.array(ours, np.float64), theirs, atol=TOLERANCE[shape[-1]] * max(1, np.abs(theirs).max()), rtol=0)
 
 
-def test_blocks_of_strangers_are_passed_over_and_their_numbers_never_seen(rng):
+@pytest.mark.parametrize("form", ["pallas_tpu", "pallas_gpu"])
+def test_blocks_of_strangers_are_passed_over_and_their_numbers_never_seen(rng, form):
     """A text that is not finite, in blocks of its own, changes no bit of the others in its row."""
     q, k, v, _, _, g = arguments(rng, 1, 1, 2, 512, 16, 16)
     own = np.repeat(np.array([3, 0, 1, 2], np.int32), 128)[None]
     parent = np.repeat(np.array([3, 0, 1, 0], np.int32), 128)[None]  # the last sees the second; ranges of the others keep apart
     _, _, meet = pallas_tpu._segments(pallas_tpu._Blocks(512, Config(block=128)), jnp.array(own), jnp.array(parent))
     assert meet[0].tolist() == [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 1, 0, 1]]
-    run = jax.jit(functools.partial(both, config=Config(block=128), interpret=True))
+    block = blocks_of_gpu(32, (64, 32), (64, 128), (128, 64))
+    visits, counts = pallas_gpu._visits(jnp.array(own), jnp.array(parent), block.of_queries, False)
+    assert [visits[0, i, : counts[0, i]].tolist() for i in range(8)] == [[0], [0], [1], [1], [2], [2], [1, 3], [1, 3]]
+    visits, counts = pallas_gpu._visits(jnp.array(own), jnp.array(parent), block.of_keys, True)
+    assert [visits[0, j, : counts[0, j]].tolist() for j in range(8)] == [[0], [0], [1, 3], [1, 3], [2], [2], [3], [3]]
+    how = {"pallas_tpu": {"config": Config(block=128)}, "pallas_gpu": {"kernel": pallas_gpu, "how": block}}[form]
+    run = jax.jit(functools.partial(both, interpret=True, **how))
     clean = run(q, k, v, own, parent, g)
     bad = slice(256, 384)
     spoilt = run(q.at[..., bad, :].set(np.nan), k.at[..., bad, :].set(np.inf), v.at[..., bad, :].set(np.nan), own, parent, g)
@@ -95,7 +117,8 @@ def test_kernels_have_no_races_and_read_nothing_that_was_not_written(rng):
         np.testing.assert_allclose(np.array(ours, np.float64), theirs, atol=1e-5 * max(1, np.abs(theirs).max()), rtol=0)
 
 
-def test_over_a_mesh_each_device_has_its_rows_and_heads(rng, mesh8):
+@pytest.mark.parametrize("form", ["pallas_tpu", "pallas_gpu"])
+def test_over_a_mesh_each_device_has_its_rows_and_heads(rng, mesh8, form):
     q, k, v, own, parent, g = arguments(rng, 4, 2, 2, 40, 16, 16)
     segments, weights = Segments(own, parent), np.moveaxis(np.array(g), 3, 1).reshape(4, 40, 4, 16)
 
@@ -109,7 +132,7 @@ def test_over_a_mesh_each_device_has_its_rows_and_heads(rng, mesh8):
     out, _, dq, dk, dv = wanted(q, k, v, own, parent, g)
     theirs = *(np.moveaxis(x, 3, 1).reshape(4, 40, 4, 16) for x in (out, dq)), *(np.moveaxis(x, 2, 1) for x in (dk, dv))
     with jax.set_mesh(mesh8):
-        for ours, want in zip(run(*args, kernel="pallas_tpu"), theirs, strict=True):
+        for ours, want in zip(run(*args, kernel=form), theirs, strict=True):
             np.testing.assert_allclose(ours, want, atol=1e-5 * max(1, np.abs(want).max()), rtol=0)
 
 
@@ -121,7 +144,7 @@ def check_compiled(chip: str, shape: shapes.Shape) -> None:
         return jax.ShapeDtypeStruct(dims, jnp.dtype(dtype), sharding=SingleDeviceSharding(device))
 
     q, k, v, segments, g = spec(B, K, G, T, H), spec(B, K, T, H), spec(B, K, T, V), spec(B, T, dtype="int32"), spec(B, K, G, T, V)
-    pallas_tpu.require_forward(q, k, v)
+    pallas_tpu.require(q, k, v)
     with jax.default_device(device):
         made = jax.jit(both).lower(q, k, v, segments, segments, g).compile()
     assert made.as_text().count('custom_call_target="tpu_custom_call"') == 3, shape
@@ -140,3 +163,65 @@ def test_a_tpus_compiler_takes_the_kernels(chip):
 def test_a_tpus_compiler_takes_the_kernels_for_all_real_shapes(chip):
     for shape in shapes.TRAIN:
         check_compiled(chip, shape)
+
+
+def specs(shape: shapes.Shape):
+    B, K, G, T, H, V, dtype = shape
+    dims = (B, K, G, T, H), (B, K, T, H), (B, K, T, V), (B, T), (B, T), (B, K, G, T, V)
+    return [jax.ShapeDtypeStruct(one, "int32" if len(one) == 2 else dtype) for one in dims]
+
+
+SOME = (shapes.TRAIN[0], shapes.TRAIN[3])
+
+
+@pytest.mark.parametrize("shape", [*SOME, *(pytest.param(s, marks=pytest.mark.long) for s in shapes.TRAIN if s not in SOME)], ids=str)
+def test_for_a_gpu_it_is_three_kernels_and_no_other_product(shape):
+    """By ``auto``, through the model: forward, and the gradients of queries and of keys and values."""
+    *qkv, own, parent, g = specs(shape)
+
+    def call(q, k, v, own, parent, g):
+        out, vjp = jax.vjp(lambda *x: _attended(*x, own, parent, None, SCALE, "auto"), q, k, v)
+        return out, vjp(g)
+
+    text = gpu.text(call, *qkv, own, parent, g)
+    assert text.count(gpu.KERNEL) == 3
+    assert "stablehlo.dot" not in text
+    assert gpu.KERNEL not in jax.jit(call).lower(*qkv, own, parent, g).as_text()
+
+
+@pytest.mark.parametrize("form", ["pallas_tpu", "pallas_gpu"])
+def test_vmap_is_as_many_kernels_and_the_same_values(rng, form):
+    """Over policies whose rows are cut differently, and whose values are shared."""
+    q, k, v, own, parent, g = arguments(rng, 4, 1, 2, 40, 16, 16)
+    many = [x.reshape(2, 2, *x.shape[1:]) for x in (q, k, own, parent, g)]
+
+    def call(q, k, own, parent, g, v):
+        out, vjp = jax.vjp(lambda *x: _attended(*x, own, parent, None, SCALE, form), q, k, v)
+        return out, *vjp(g)
+
+    run = jax.jit(jax.vmap(call, in_axes=(*(0,) * 5, None)))
+    made = run(*many, v[:2])
+    calls = [e for e in equations(run.trace(*many, v[:2]).jaxpr.jaxpr) if e.primitive.name == "pallas_call"]
+    assert len(calls) == 2 * 3, "each interpreted, and each not"
+    for p in range(2):
+        mine = [x[p] for x in many]
+        out, _, *gradients = wanted(mine[0], mine[1], v[:2], *mine[2:])
+        for ours, theirs in zip(made, (out, *gradients), strict=True):
+            np.testing.assert_allclose(np.array(ours[p], np.float64), theirs, atol=1e-5 * max(1, np.abs(theirs).max()), rtol=0)
+
+
+def test_it_says_what_it_does_not_serve(monkeypatch):
+    def told(shape, chosen=None):
+        q, k, v, *_ = specs(shape)
+        return dict(dispatch.explain(FORWARD, q, k, v, None, None, chosen))["pallas_gpu"]
+
+    small = shapes.Shape(1, 1, 1, 8, 20, 12)
+    assert told(small) == "serves on cuda"
+    assert told(small._replace(V=257)) == "does not serve: heads are 257 wide; up to 256 are served"
+    assert told(small._replace(dtype="float16")).startswith("does not serve: queries, keys and values are float16")
+    assert told(small._replace(T=0)) == "does not serve: no tokens"
+    for attached, serves in (("8.0", True), ("8.9", False), ("9.0", True), ("10.0", True), ("12.0", False)):
+        gpu.attach(monkeypatch, "9.0", attached)
+        assert told(small._replace(H=192)) == "serves on cuda"
+        assert (told(small._replace(H=200)) == "serves on cuda") == serves
+    assert told(small, chosen=True) == "does not serve: which keys a query sees is chosen"

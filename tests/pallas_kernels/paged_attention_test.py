@@ -1,4 +1,4 @@
-"""Attention to a paged cache against float64, by XLA and by the kernel of TPUs: isolation, races, ahead-of-time compilation."""
+"""Attention to a paged cache against float64, by XLA and by the kernels: isolation, races, compilation ahead of time."""
 
 import functools
 
@@ -8,17 +8,22 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import dispatch, paged_attention
-from pallas_kernels.paged_attention import pallas_tpu, reference, shapes, xla
+from pallas_kernels import dispatch, paged_attention, paged_gpu
+from pallas_kernels.paged import Rows
+from pallas_kernels.paged_attention import pallas_gpu, pallas_tpu, reference, shapes, xla
 from pallas_kernels.paged_tpu import Config
-from tests.pallas_kernels import pages
+from tests.pallas_kernels import gpu, pages
 from tests.pallas_kernels.pages import CHIPS
 
 SCALE = 0.15
 SMALL = Config(runs=2, slots=2, rows=8)  # several chunks of a row, blocks of queries, and little that is under way
+SMALL_GPU = paged_gpu.Config(queries=16, keys=32, most=32, parts=3, warps=4, stages=2)
+KERNELS = ("pallas_tpu", "pallas_tpu small", "pallas_gpu", "pallas_gpu small")
 FORMS = {
     "pallas_tpu": jax.jit(functools.partial(pallas_tpu.attend, scale=SCALE, interpret=True)),
     "pallas_tpu small": jax.jit(functools.partial(pallas_tpu.attend, scale=SCALE, config=SMALL, interpret=True)),
+    "pallas_gpu": jax.jit(functools.partial(pallas_gpu.attend, scale=SCALE, interpret=True)),
+    "pallas_gpu small": jax.jit(functools.partial(pallas_gpu.attend, scale=SCALE, how=SMALL_GPU, interpret=True)),
     "xla": jax.jit(functools.partial(xla.attend, scale=SCALE)),
 }
 
@@ -26,7 +31,7 @@ FORMS = {
 def arguments(rng, B, K, M, H, X, L, dtype, **lengths):
     rows, U = pages.random_rows(rng, B, L, **lengths)
     k, v = (pages.random_pool(rng, rows, (L, U, K, pages.PAGE, X), H, dtype) for _ in "kv")
-    return jnp.array(2 * rng.normal(size=(B, K, M, H)), dtype), k, v, *rows
+    return jnp.array(2 * rng.normal(size=(B, K, M, H)), dtype), k, v, rows
 
 
 def wanted(args):
@@ -64,25 +69,25 @@ def test_auto_is_xla_on_a_cpu(rng):
 def test_rows_that_have_nothing_are_passed_over_wherever_they_stand(rng, lengths):
     prefix, own = lengths
     args = arguments(rng, 4, 2, 3, 64, 128, 2, "float32", prefix=prefix, own=own, first=[0] * 4)
-    for form in ("pallas_tpu", "pallas_tpu small"):
+    for form in KERNELS:
         pages.close(FORMS[form](*args), wanted(args), "float32")
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("form", ["pallas_tpu", "pallas_tpu small"])
+@pytest.mark.parametrize("form", KERNELS)
 def test_what_is_not_finite_stays_with_its_row(rng, form):
     """In a row's query, keys and values: every other row keeps its bits, and the row tells."""
     lengths = {"prefix": [200, 40, 129, 0], "own": [31, 140, 1, 33], "first": [0] * 4}
-    q, k, v, layer, table, *rest = arguments(rng, 4, 2, 3, 64, 128, 2, "float32", **lengths)
-    clean = FORMS[form](q, k, v, layer, table, *rest)
+    q, k, v, rows = arguments(rng, 4, 2, 3, 64, 128, 2, "float32", **lengths)
+    clean = FORMS[form](q, k, v, rows)
     for value in (np.nan, np.inf, -np.inf):
         for where in "qkv":
             bad = int(rng.integers(4))
-            page, at, h = int(table[bad, 0]), 0, int(rng.integers(2))  # each row has a token there
+            page, at, h = int(rows.table[bad, 0]), 0, int(rng.integers(2))  # each row has a token there
             args = {"q": q, "k": k, "v": v}
-            place = (bad, h, slice(None), 5) if where == "q" else (layer, page, h, at, slice(None) if where == "v" else 5)
+            place = (bad, h, slice(None), 5) if where == "q" else (rows.layer, page, h, at, slice(None) if where == "v" else 5)
             args[where] = args[where].at[place].set(value)
-            made = FORMS[form](*args.values(), layer, table, *rest)
+            made = FORMS[form](*args.values(), rows)
             for one, other in zip(made, clean, strict=True):
                 others = np.arange(4) != bad
                 assert np.array(one)[others].tobytes() == np.array(other)[others].tobytes(), (where, value)
@@ -94,13 +99,16 @@ def test_what_is_not_finite_stays_with_its_row(rng, form):
 
 
 @pytest.mark.bits
-def test_a_row_s_bits_do_not_depend_on_the_rows_beside_it(rng):
-    q, k, v, layer, table, prefix, own, first = arguments(rng, 6, 2, 3, 64, 128, 2, "float32")
-    form = FORMS["pallas_tpu small"]
-    together = form(q, k, v, layer, table, prefix, own, first)
-    order = rng.permutation(6)
-    for some in (order, order[:3]):  # another order, in which a part of the rows is of another size; and fewer
-        for one, other in zip(form(q[some], k, v, layer, *(x[some] for x in (table, prefix, own, first))), together):
+@pytest.mark.parametrize("form", ["pallas_tpu small", "pallas_gpu small"])
+def test_a_row_s_bits_do_not_depend_on_the_rows_beside_it(rng, form):
+    q, k, v, rows = arguments(rng, 6, 2, 3, 64, 128, 2, "float32")
+    company = [rng.permutation(6), rng.integers(6, size=6)]
+    if form.startswith("pallas_tpu"):  # fewer rows too, whose parts XLA joins in a program of its own for GPUs
+        company.append(company[0][:3])
+    form = FORMS[form]
+    together = form(q, k, v, rows)
+    for some in company:
+        for one, other in zip(form(q[some], k, v, Rows(rows.layer, *(x[some] for x in rows[1:]))), together):
             np.testing.assert_array_equal(np.array(one), np.array(other)[some])
 
 
@@ -121,29 +129,34 @@ def test_an_implementation_says_why_it_does_not_serve_and_shapes_are_checked(rng
     def spec(*dims, dtype="bfloat16"):
         return jax.ShapeDtypeStruct(dims, dtype)
 
-    def told(q, k, **how):
-        rows = spec(4, 8, dtype="int32"), *(spec(4, dtype="int32"),) * 3
-        return dict(dispatch.explain(paged_attention.ATTEND, q, k, k, spec(dtype="int32"), *rows))["pallas_tpu"]
+    def told(q, k, name="pallas_tpu"):
+        return dict(dispatch.explain(paged_attention.ATTEND, q, k, k, pages.of_rows(4, 8 * pages.PAGE)))[name]
 
     assert told(spec(4, 2, 3, 64), spec(1, 9, 2, 32, 128)) == "serves on tpu"
     assert told(spec(4, 2, 3, 64), spec(1, 9, 2, 32, 64)) == "does not serve: a pool's width 64 is no multiple of 128"
     assert "all bfloat16 or all float32" in told(spec(4, 2, 3, 64, dtype="float32"), spec(1, 9, 2, 32, 128))
     assert "MiB of a core's memory" in told(spec(4, 8, 8192, 128), spec(1, 9, 8, 32, 128))
+    assert told(spec(4, 2, 3, 64), spec(1, 9, 2, 32, 64), name="pallas_gpu") == "serves on cuda"
+    assert "all bfloat16 or all float32" in told(spec(4, 2, 3, 64, dtype="float16"), spec(1, 9, 2, 32, 64), name="pallas_gpu")
+    assert told(spec(4, 2, 0, 64), spec(1, 9, 2, 32, 64), name="pallas_gpu") == "does not serve: no queries or no pages"
     args = arguments(rng, 2, 1, 1, 64, 128, 1, "float32")
     with pytest.raises(ValueError, match=r"expected \[B, K, M, H\]"):
         paged_attention.paged_attention(args[0], args[1][..., :32], *args[2:], scale=SCALE)
     with pytest.raises(ValueError, match="D a multiple of 4"):
-        paged_attention.paged_attention(*args[:4], args[4][:, :3], *args[5:], scale=SCALE)
+        paged_attention.paged_attention(*args[:3], args[3]._replace(table=args[3].table[:, :3]), scale=SCALE)
     with pytest.raises(ValueError, match="prefix, own and first have shapes"):
-        paged_attention.paged_attention(*args[:5], args[5][:1], *args[6:], scale=SCALE)
+        paged_attention.paged_attention(*args[:3], args[3]._replace(prefix=args[3].prefix[:1]), scale=SCALE)
+
+
+def arrays(shape: shapes.Shape):
+    B, K, M, H, X, positions, dtype = shape
+    pool = jax.ShapeDtypeStruct((2, 4096, K, pages.PAGE, X), dtype)
+    return jax.ShapeDtypeStruct((B, K, M, H), dtype), pool, pool, pages.of_rows(B, positions)
 
 
 def check(chip: str, shape: shapes.Shape) -> None:
-    B, K, M, H, X, positions, dtype = shape
-    pool = ((2, 4096, K, pages.PAGE, X), dtype)
-    arrays = [((B, K, M, H), dtype), pool, pool, *pages.of_rows(B, positions)]
-    made = pages.compiled(chip, functools.partial(paged_attention.paged_attention, scale=SCALE), arrays)
-    pages.check_compiled(made, 4 * B * K * max(M, 8) * 128)
+    made = pages.compiled(chip, functools.partial(paged_attention.paged_attention, scale=SCALE), arrays(shape))
+    pages.check_compiled(made, 4 * shape.rows * shape.heads * max(shape.queries, 8) * 128)
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -156,3 +169,23 @@ def test_a_tpus_compiler_takes_the_kernel_with_nothing_large_beside_it(chip):
 def test_a_tpus_compiler_takes_the_kernel_for_all_real_shapes(chip):
     for shape in (*shapes.DECODE[1:], *shapes.TEAMS, *shapes.PREFILL):
         check(chip, shape)
+
+
+ALL = (*shapes.DECODE, *shapes.TEAMS, *shapes.PREFILL)
+SOME = (shapes.DECODE[0], shapes.DECODE[-1], shapes.PREFILL[0])
+
+
+@pytest.mark.parametrize("shape", [*SOME, *(pytest.param(s, marks=pytest.mark.long) for s in ALL if s not in SOME)], ids=str)
+def test_for_a_gpu_it_is_one_kernel_and_no_other_product(shape):
+    gpu.check_one_kernel(functools.partial(paged_attention.paged_attention, scale=SCALE), *arrays(shape))
+
+
+@pytest.mark.parametrize("shape", ALL, ids=str)
+def test_a_gpus_programs_are_many_even_where_rows_are_few(shape):
+    """Parts of a row: enough for the processors, unless they would be shorter than 4 runs or their sums take more than 16 MiB."""
+    q, *pools, rows = arrays(shape)
+    how = paged_gpu.config([q], pools, shape.head_dim, shape.positions)
+    programs = how.parts * shape.rows * shape.heads * -(-shape.queries // how.queries)
+    held = 4 * how.parts * q.size
+    assert how.parts == 1 or held <= paged_gpu.PARTS_BYTES
+    assert programs >= paged_gpu.PROGRAMS or 2 * held > paged_gpu.PARTS_BYTES or 2 * how.parts * 4 * 128 > shape.positions

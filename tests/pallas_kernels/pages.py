@@ -1,6 +1,6 @@
 """Random caches in pages for tests of attention to them, and what their compiled programs have in common."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from mint_jax.aot import chips
-from pallas_kernels.paged import PAGE, RUN, RUN_PAGES
+from pallas_kernels.paged import PAGE, RUN, RUN_PAGES, Rows
 
 NOWHERE = 2**30  # a page that there is not
 LENGTHS = (0, 0, 1, 31, 33, 127, 128, 129, 200)
@@ -17,18 +17,11 @@ CHIPS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
 TOLERANCE = {"float32": 4e-5, "bfloat16": 2e-2}
 
 
-class Rows(NamedTuple):
-    """Where tokens lie; entries of a table behind a part's pages name pages that are not there."""
-
-    layer: jax.Array
-    table: jax.Array
-    prefix: jax.Array
-    own: jax.Array
-    first: jax.Array
-
-
 def random_rows(rng: Any, B: int, layers: int, prefix: Any = None, own: Any = None, first: Any = None) -> tuple[Rows, int]:
-    """Rows of any length of both parts, some of which begin behind their prefix or within it; and how many pages there are."""
+    """Rows of any length of both parts, some of which begin behind their prefix or within it; and how many pages there are.
+
+    Entries of a table behind a part's pages name pages that are not there.
+    """
     prefix = np.asarray(rng.choice(LENGTHS, B) if prefix is None else prefix, np.int32)
     own = np.asarray(rng.choice(LENGTHS, B) if own is None else own, np.int32)
     runs = -(-prefix // RUN)
@@ -81,13 +74,13 @@ def compiled(chip: str, call: Any, arrays: Any) -> Any:
     device = chips.target(chip).devices[0]
     place = SingleDeviceSharding(device)
     with jax.default_device(device):
-        specs = (jax.ShapeDtypeStruct(shape, dtype, sharding=place) for shape, dtype in arrays)
+        specs = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), arrays)
         return jax.jit(call).lower(*specs).compile()
 
 
-def of_rows(B: int, positions: int) -> list[tuple[tuple[int, ...], Any]]:
-    """Shapes of layer, table, prefix, own and first."""
-    return [((), jnp.int32), ((B, positions // PAGE), jnp.int32), *(((B,), jnp.int32),) * 3]
+def of_rows(B: int, positions: int) -> Rows:
+    """Their shapes."""
+    return Rows(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), (B, positions // PAGE), (B,), (B,), (B,))))
 
 
 def check_compiled(made: Any, queries_bytes: int) -> None:

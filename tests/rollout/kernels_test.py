@@ -1,4 +1,4 @@
-"""The engine on the attention kernels of TPUs, interpreted: it samples and scores as by XLA, in teams and alone."""
+"""The engine on its attention kernels, interpreted: it samples and scores as by XLA, in teams and alone."""
 
 import dataclasses
 
@@ -10,30 +10,33 @@ from mint_jax.models.config import Kernels
 from mint_jax.rollout import device
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
-from pallas_kernels import latent_attention, paged_attention, paged_tpu
+from pallas_kernels import paged_gpu, paged_tpu
 from tests.rollout.company_test import random_stacks
 
-OPS = {"llama": ("paged_attention", paged_attention), "deepseek_v3_dense": ("latent_attention", latent_attention)}
+OPS = {"llama": "paged_attention", "deepseek_v3_dense": "latent_attention"}
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("deepseek_v3_dense", marks=pytest.mark.long)])
-def test_the_engine_gives_what_it_gives_by_xla(family, tiny_base, rng, monkeypatch):
+FORMS = {"pallas_tpu": (paged_tpu, 128), "pallas_gpu": (paged_gpu, 1)}  # pools as TPUs have them, or as wide as heads are
+CASES = [("llama", "pallas_tpu"), ("llama", "pallas_gpu"), *(("deepseek_v3_dense", form) for form in FORMS)]
+
+
+@pytest.mark.parametrize(("family", "form"), [*CASES[:2], *(pytest.param(*case, marks=pytest.mark.long) for case in CASES[2:])])
+def test_the_engine_gives_what_it_gives_by_xla(family, form, tiny_base, rng, monkeypatch):
     """Prompts of several runs and of less than one, samples that share one in a team, one alone, and a prompt that is scored."""
-    name, op = OPS[family]
-    asked = []
-    attend = paged_tpu.attend
-    monkeypatch.setattr(paged_tpu, "attend", lambda *args, **how: asked.append(args[0][0].shape) or attend(*args, **how))
-    monkeypatch.setattr(device, "lanes", lambda mesh: 128)  # pools as TPUs have them
+    asked, (kernels, lanes) = [], FORMS[form]
+    attend = kernels.attend
+    monkeypatch.setattr(kernels, "attend", lambda *args, **how: asked.append(args[0][0].shape) or attend(*args, **how))
+    monkeypatch.setattr(device, "lanes", lambda mesh: lanes)
     base, drawn = tiny_base(family), []
     prompts = [tuple(rng.integers(3, base.cfg.vocab_size, n).tolist()) for n in (170, 40)]
-    for kernel in ("xla", "pallas_tpu"):
-        on = dataclasses.replace(base, cfg=base.cfg.replace(kernels=Kernels(**{name: kernel})))
+    for kernel in ("xla", form):
+        on = dataclasses.replace(base, cfg=base.cfg.replace(kernels=Kernels(**{OPS[family]: kernel})))
         requests = [
             Request(prompts[0], max_tokens=3, temperature=0.0, n=3),
             Request(prompts[1], max_tokens=4, temperature=0.0, prompt_logprobs=True),
         ]
         drawn.append(Engine(on, max_rows=4).generate(requests, {}))
-        assert bool(asked) == (kernel == "pallas_tpu")
+        assert bool(asked) == (kernel == form)
     for mine, theirs in zip(*drawn, strict=True):
         for one, other in zip(mine, theirs, strict=True):
             assert one.tokens == other.tokens
@@ -47,12 +50,13 @@ def test_the_engine_gives_what_it_gives_by_xla(family, tiny_base, rng, monkeypat
 
 @pytest.mark.long
 @pytest.mark.bits
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", OPS)
-def test_a_request_keeps_its_bits_beside_a_policy_that_is_nan(family, tiny_base, rng, monkeypatch):
+def test_a_request_keeps_its_bits_beside_a_policy_that_is_nan(family, form, tiny_base, rng, monkeypatch):
     """Its prompt is the neighbour's too, whose adapter has made other keys of it; and alone it reads in no team."""
-    monkeypatch.setattr(device, "lanes", lambda mesh: 128)
+    monkeypatch.setattr(device, "lanes", lambda mesh: FORMS[form][1])
     base = tiny_base(family)
-    base = dataclasses.replace(base, cfg=base.cfg.replace(kernels=Kernels(**{OPS[family][0]: "pallas_tpu"})))
+    base = dataclasses.replace(base, cfg=base.cfg.replace(kernels=Kernels(**{OPS[family]: form})))
     stacks, slots = random_stacks(rng, base.cfg)
     prompt = tuple(rng.integers(3, base.cfg.vocab_size, 140).tolist())
     mine = Request(prompt, slots["eight"], max_tokens=3, n=2, seed=5)
@@ -67,5 +71,5 @@ def test_a_request_keeps_its_bits_beside_a_policy_that_is_nan(family, tiny_base,
 
 def test_an_unknown_implementation_is_refused():
     for op in ("paged_attention", "latent_attention"):
-        with pytest.raises(UserError, match=rf"kernels.{op} is 'triton'; choose one of: auto, pallas_tpu, xla"):
+        with pytest.raises(UserError, match=rf"kernels.{op} is 'triton'; choose one of: auto, pallas_tpu, pallas_gpu, xla"):
             Kernels(**{op: "triton"})

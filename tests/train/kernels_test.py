@@ -24,7 +24,7 @@ OPS = tuple(field.name for field in dataclasses.fields(Kernels))
 FORMS = {
     "xla": Kernels(**dict.fromkeys(OPS, "xla")),
     "pallas_tpu": Kernels("pallas_tpu", "xla", packed_attention="pallas_tpu"),
-    "pallas_gpu": Kernels("pallas_gpu", "pallas_gpu", packed_attention="xla"),
+    "pallas_gpu": Kernels("pallas_gpu", "pallas_gpu", packed_attention="pallas_gpu"),
     "one pass": Kernels("xla", "xla", packed_attention="xla", packed_matmul="pallas_tpu"),
 }
 CALLS = {
@@ -37,7 +37,7 @@ CALLS = {
 
 def on(base, form: str):
     kernels = FORMS[form]
-    if base.cfg.latent is not None:  # a tiny latent's heads have widths that no kernel serves
+    if base.cfg.latent is not None and form == "pallas_tpu":  # a tiny latent's heads have widths that it does not serve
         kernels = dataclasses.replace(kernels, packed_attention="xla")
     return dataclasses.replace(base, cfg=base.cfg.replace(kernels=kernels))
 

@@ -1,0 +1,46 @@
+"""GPU kernel of latent attention to a paged cache: that of ``paged_gpu`` with one head, whose latents are keys and values at once."""
+
+from typing import Any
+
+import jax
+
+from pallas_kernels import paged_gpu
+from pallas_kernels.paged import Rows
+from pallas_kernels.paged_gpu import Config
+from pallas_kernels.partial import Partial
+
+
+def require(
+    q_latent: jax.Array,
+    q_rope: jax.Array,
+    latent: jax.Array,
+    rope: jax.Array,
+    rows: Rows,
+    chosen: jax.Array | None = None,
+) -> None:
+    """Whether ``attend`` can serve these.
+
+    Raises:
+        NotImplementedError: with the reason.
+    """
+    if chosen is not None:
+        raise NotImplementedError("which keys a query sees is chosen")
+    paged_gpu.require([q_latent, q_rope], [latent, rope], q_latent.shape[2])
+
+
+def attend(
+    q_latent: jax.Array,
+    q_rope: jax.Array,
+    latent: jax.Array,
+    rope: jax.Array,
+    rows: Rows,
+    chosen: None = None,
+    *,
+    scale: float,
+    how: Config | None = None,
+    interpret: Any = False,
+) -> Partial:
+    """See ``latent_attention``."""
+    queries, pools = [q_latent[:, None], q_rope[:, None]], [latent[:, :, None], rope[:, :, None]]
+    out = paged_gpu.attend(queries, pools, 0, q_latent.shape[2], rows, scale, how, interpret)
+    return Partial(*(x[:, 0] for x in out))

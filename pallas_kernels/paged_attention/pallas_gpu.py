@@ -1,0 +1,26 @@
+"""GPU kernel of grouped-query attention to a paged cache: that of ``paged_gpu`` with pools of keys and of values."""
+
+from typing import Any
+
+import jax
+
+from pallas_kernels import paged_gpu
+from pallas_kernels.paged import Rows
+from pallas_kernels.paged_gpu import Config
+from pallas_kernels.partial import Partial
+
+
+def require(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> None:
+    """Whether ``attend`` can serve these.
+
+    Raises:
+        NotImplementedError: with the reason.
+    """
+    paged_gpu.require([q], [k, v], q.shape[3])
+
+
+def attend(
+    q: jax.Array, k: jax.Array, v: jax.Array, rows: Rows, *, scale: float, how: Config | None = None, interpret: Any = False
+) -> Partial:
+    """See ``paged_attention``."""
+    return paged_gpu.attend([q], [k, v], 1, q.shape[3], rows, scale, how, interpret)

@@ -1,0 +1,171 @@
+"""GPU kernel of attention to a paged cache: a program reads a part of one row's own pages for a block of one head's queries.
+
+A row's runs are divided evenly among several programs, for a GPU has more than a hundred processors and a batch that decodes often fewer
+rows, and one long row would keep the others waiting. Each program leaves its part of the softmax; XLA joins a row's parts (Flash-Decoding,
+and FlashAttention, arXiv 2205.14135, section 3.1, Algorithm 1 line 12). How many parts there are follows from shapes, and where each ends
+from its row: a row's result is a function of the row alone.
+
+Pages are read where the pool lies, through the table, and positions that hold no token not at all: they stand as zeros, whatever a page's
+last owner left. As in ``paged_tpu`` scores are sums over several pools of keys, and one pool has the values.
+
+Axes: L layers, U pages, B rows, D table entries, K heads that have keys of their own, M queries of one, Q of a program, X width in the
+pool, V of values, S positions of a step, N parts.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from pallas_kernels import softmax_gpu as softmax
+from pallas_kernels.naturals import div, rem
+from pallas_kernels.paged import PAGE, RUN, Rows
+from pallas_kernels.partial import Partial, join_all
+from pallas_kernels.triton import Span, columns, pieces, power_of_two, read, require_shared_memory, unravel, write
+
+PROGRAMS = 8 * 132  # eight for each processor of an H200
+PARTS_BYTES = 16 << 20  # of the parts of all rows at most, where there are several
+LEAST_RUNS = 4  # of a part, where a row fills its table
+
+
+class Config(NamedTuple):
+    """Sizes of blocks, powers of two from 16 on.
+
+    Attributes:
+        queries: of a program, Q.
+        keys: positions of a step, S; at most RUN.
+        most: columns of one product.
+        parts: of a row, N.
+        warps: of 32 threads, of a program.
+        stages: of loads that are on their way.
+    """
+
+    queries: int
+    keys: int
+    most: int
+    parts: int
+    warps: int
+    stages: int
+
+
+def config(queries: Sequence[jax.Array], pools: Sequence[jax.Array], width: int, positions: int) -> Config:
+    """What the registers and the 227 KiB of shared memory of one of an H200's processors hold, by what its compiler says.
+
+    Triton keeps a step's keys and values under way only if it has stages left behind the table's entry: 3 stages hold one step of them,
+    5 two, which is what a block of few queries waits for. With 64 queries of 512 (latents) a third stage spills 8 bytes.
+    """
+    B, K, M, _ = queries[0].shape
+    exact = pools[0].dtype == jnp.float32  # without matrix units: operands are in registers too
+    wide = width > 256
+    Q = power_of_two(M, 16 if exact else 64)
+    parts, programs = 1, B * K * pl.cdiv(M, Q)
+    room = min(positions // (LEAST_RUNS * RUN), PARTS_BYTES // (4 * B * K * M * width))
+    while parts * programs < PROGRAMS and 2 * parts <= room:
+        parts *= 2
+    stages = 2 if wide else 3 if exact or Q > 32 else 5
+    return Config(Q, 32 if exact or wide else 64, 32 if exact else 512, parts, 8 if exact or Q * width > 64 * 128 or wide else 4, stages)
+
+
+def require(queries: Sequence[jax.Array], pools: Sequence[jax.Array], width: int) -> None:
+    """Whether ``attend`` can serve these.
+
+    Raises:
+        NotImplementedError: with the reason.
+    """
+    dtypes = {x.dtype for x in (*queries, *pools)}
+    if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}:
+        raise NotImplementedError(f"queries and pools are {sorted(map(str, dtypes))}; all bfloat16 or all float32 are served")
+    if not all(x.size for x in (*queries, *pools)):
+        raise NotImplementedError("no queries or no pages")
+    if width > 192:
+        require_shared_memory(f"blocks of {width} wide values")
+
+
+def _runs(tokens: jax.Array) -> jax.Array:
+    return div(tokens + (RUN - 1), RUN)
+
+
+def _kernel(layer, table, prefix, own, first, *refs, keys: int, value: int, scale: float, how: Config) -> None:
+    queries, pools, (top, total, out) = refs[:keys], refs[keys:-3], refs[-3:]
+    (_, K, M, _), (parts, *_, V), S = queries[0].shape, out.shape, how.keys
+    b, part, head, block = unravel(pl.program_id(0), parts, K, pl.cdiv(M, how.queries))
+    mine, zero = columns(block, how.queries, M), 0 * block
+    begin = _runs(prefix[b]) * RUN  # of the row's own tokens
+    last, end_of_prefix, end = _runs(prefix[b]) + _runs(own[b]), prefix[b], begin + own[b]
+    each = div(jnp.maximum(last - first[b], 0) + (parts - 1), parts)
+    start = first[b] + part * each
+    runs = jnp.maximum(jnp.minimum(last - start, each), 0)
+
+    of_keys = [pieces(q.shape[3], how.most, zero) for q in queries]
+    of_values = pieces(V, how.most, zero)
+    q = [read(ref, b, head, mine, at) for ref, spans in zip(queries, of_keys) for at in spans]
+
+    def step(i: jax.Array, so_far: softmax.Running) -> softmax.Running:
+        position = start * RUN + i * S + jax.lax.iota(jnp.int32, S)
+        seen = (position < end_of_prefix) | ((position >= begin) & (position < end))
+        page = triton.load(table.at[b, div(position, PAGE)], mask=seen, other=0)
+        place = rem(position, PAGE)
+
+        def read_pages(pool: Any, at: Span) -> jax.Array:
+            across = at.at.start + jax.lax.iota(jnp.int32, at.at.size)
+            mask = seen[:, None] if at.there is None else seen[:, None] & at.there[None]
+            index = layer[...], page[:, None], head, place[:, None], across[None]
+            return triton.load(pool.at[index], mask=jnp.broadcast_to(mask, (S, at.at.size)), other=jnp.zeros((), pool.dtype))
+
+        k = [[read_pages(pool, at) for at in spans] for pool, spans in zip(pools, of_keys)]
+        v = k[value] if value < keys else [read_pages(pools[value], at) for at in of_values]
+        s = softmax.scores(q, [one for of_pool in k for one in of_pool]) * scale
+        return softmax.meet(so_far, s, seen[None], v)
+
+    made = jax.lax.fori_loop(0, runs * (RUN // S), step, softmax.begin(how.queries, of_values))
+    for ref, numbers in ((top, made.top), (total, made.total)):
+        write(ref, numbers, part, b, head, mine)
+    for one, at in zip(made.values, of_values):
+        write(out, one, part, b, head, mine, at)
+
+
+def _paged_attention(*refs: Any, **how: Any) -> None:
+    _kernel(*refs, **how)
+
+
+def _latent_attention(*refs: Any, **how: Any) -> None:
+    _kernel(*refs, **how)
+
+
+def attend(
+    queries: Sequence[jax.Array],
+    pools: Sequence[jax.Array],
+    value: int,
+    width: int,
+    rows: Rows,
+    scale: float,
+    how: Config | None = None,
+    interpret: Any = False,
+) -> Partial:
+    """Attention of each row's queries to its runs from ``first`` on, ``[B, K, M, 1]`` twice and ``[B, K, M, width]``.
+
+    Args:
+        queries: ``[B, K, M, H_i]`` for the keys of the pools of the same places; scores are the sum over them.
+        pools: ``[L, U, K, PAGE, X_i]``, X_i at least H_i.
+        value: the pool of the values, of which the first ``width`` dimensions are summed: H_i where it is a pool of keys too.
+    """
+    (B, K, M, _), positions = queries[0].shape, rows.table.shape[1] * PAGE
+    how = config(queries, pools, width, positions) if how is None else how
+    flops = 2 * B * K * M * positions * (sum(q.shape[3] for q in queries) + width)  # as many positions as there may be
+    nbytes = B * K * positions * sum(pool.shape[-1] * pool.dtype.itemsize for pool in pools)
+    numbers = jax.ShapeDtypeStruct((how.parts, B, K, M), jnp.float32)
+    top, total, out = pl.pallas_call(
+        functools.partial(
+            _paged_attention if len(queries) == 1 else _latent_attention, keys=len(queries), value=value, scale=scale, how=how
+        ),
+        grid=(B * how.parts * K * pl.cdiv(M, how.queries),),
+        out_shape=[numbers, numbers, jax.ShapeDtypeStruct((how.parts, B, K, M, width), jnp.float32)],
+        compiler_params=triton.CompilerParams(num_warps=how.warps, num_stages=how.stages),
+        cost_estimate=pl.CostEstimate(flops=flops, bytes_accessed=nbytes, transcendentals=B * K * M * positions),
+        interpret=interpret,
+    )(*rows, *queries, *pools)
+    return join_all(Partial(top[..., None], total[..., None], out))
