@@ -71,6 +71,7 @@ class Training:
         refused: UserError | None = None
         try:
             blocks.check(data, self.live.base.cfg, self.live.shapes)
+            blocks.check_loss(data, loss)
         except UserError as reason:
             refused = reason
         return self._ask(_Operation(policy, tenant, Work(policy, data, loss, backward)), refused)

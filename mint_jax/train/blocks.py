@@ -19,7 +19,7 @@ import numpy as np
 from mint_jax.errors import UserError
 from mint_jax.models.config import ModelConfig
 from mint_jax.train.batch import Batch
-from mint_jax.train.losses import LossCoefs, Targets
+from mint_jax.train.losses import KINDS, KL_KINDS, LossCoefs, Targets
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,6 +86,25 @@ def check(data: Sequence[Datum], cfg: ModelConfig, shapes: "Sequence[BlockShape]
             values = getattr(datum, name)
             if values is not None and not np.isfinite(values).all():
                 raise UserError(f"{what} has {name} that are not finite: send numbers")
+
+
+def check_loss(data: Sequence[Datum], loss: LossCoefs) -> None:
+    """Refuses data that lack what their loss is computed from, and losses that need a reference or pairs, which data have not.
+
+    Raises:
+        UserError: naming the datum, counted from 0.
+    """
+    kind = KINDS[int(loss.kind)]
+    if kind == "dpo" or int(loss.kl_kind):
+        raise UserError(f"loss {kind!r} with kl_kind {KL_KINDS[int(loss.kl_kind)]!r} needs pairs or a reference; live training has neither")
+    if kind == "cross_entropy":
+        return
+    for i, datum in enumerate(data):
+        if datum.targets.ndim == 2:
+            raise UserError(f"datum {i} has {datum.width} targets a position; loss {kind!r} takes one: use cross_entropy for soft targets")
+        for name in ("advantages", "old_logp"):
+            if getattr(datum, name) is None:
+                raise UserError(f"datum {i} has no {name}; loss {kind!r} needs advantages and old_logp, the sampler's log-probabilities")
 
 
 class BlockShape(NamedTuple):

@@ -6,8 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mint_jax.errors import UserError
-from mint_jax.train.blocks import BlockShape, Datum, Work, check, collect, cut, fill, used
+from mint_jax.train.blocks import BlockShape, Datum, Work, check, check_loss, collect, cut, fill, used
 from mint_jax.train.live import NO_LOSS
+from mint_jax.train.losses import KINDS
+from tests.train.live_test import LOSSES, coefs
 
 
 def datum(rng, n, width=0, routes=False, **fields):
@@ -129,6 +131,23 @@ def test_data_that_cannot_be_trained_on_are_refused(fields, message, rng, tiny_b
     check([datum(rng, 4), datum(rng, 6, 3)], cfg, shapes)
     with pytest.raises(UserError, match=message):
         check([datum(rng, 4), wrong(rng, **fields)], cfg, shapes)
+
+
+def test_data_without_what_their_loss_needs_are_refused(rng):
+    sampled = {name: np.zeros(4, np.float32) for name in ("advantages", "old_logp")}
+    for kind in LOSSES:
+        check_loss([datum(rng, 4, **sampled)], coefs(kind))
+        if kind != "cross_entropy":
+            for lacks in sampled:
+                given = {name: values for name, values in sampled.items() if name != lacks}
+                with pytest.raises(UserError, match=f"datum 1 has no {lacks}; loss '{kind}' needs advantages and old_logp"):
+                    check_loss([datum(rng, 4, **sampled), datum(rng, 4, **given)], coefs(kind))
+            with pytest.raises(UserError, match="datum 0 has 3 targets a position; loss"):
+                check_loss([datum(rng, 4, 3)], coefs(kind))
+    check_loss([datum(rng, 4, 3)], coefs("cross_entropy"))
+    for wrong in (coefs("ppo")._replace(kind=KINDS.index("dpo")), coefs("ppo")._replace(kl_kind=1)):
+        with pytest.raises(UserError, match="needs pairs or a reference; live training has neither"):
+            check_loss([datum(rng, 4, **sampled)], wrong)
 
 
 def test_data_longer_or_wider_than_every_step_are_refused(rng, tiny_base):
