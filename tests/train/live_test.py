@@ -124,7 +124,10 @@ def random_data(rng, kind, longest=12):
         fields = {}
         if kind != "cross_entropy":
             weights = np.float32(weights != 0)
-            fields = {"advantages": rng.normal(size=n).astype(np.float32), "old_logp": (-rng.exponential(1, n) - 4).astype(np.float32)}
+            fields = {
+                "advantages": rng.normal(size=n).astype(np.float32),
+                "old_logp": (-np.minimum(rng.exponential(1, n), 2) - 4).astype(np.float32),
+            }
         data.append(Datum(tokens, targets, weights, **fields))
     return data
 
