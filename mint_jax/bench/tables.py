@@ -225,14 +225,17 @@ ROWS = [
         ),
         ("a tenant's rounds beside another that floods / alone, 95th percentile", "{flood_p95_ratio|times}"),
         (
-            "rows that decode wait for a slice of training, median and 99th percentile; asked for at most {gap_bound_ms|count} ms",
-            "{gap_p50_ms|count} ms, {gap_p99_ms|count} ms",
+            "rows that decode wait for a slice of training, median and 90th percentile; asked for at most {gap_bound_ms|count} ms",
+            "{gap_p50_ms|count} ms, {gap_p90_ms|count} ms",
         ),
         (
             "an update's answer to the first token of exactly these weights, median and 95th percentile; answers of other weights",
-            "{handoff_p50_ms|count} ms, {handoff_p95_ms|count} ms; {wrong_revisions}",
+            "{handoff_p50_ms|count} ms, {handoff_p95_ms|count} ms; {wrong_revisions|count}",
         ),
-        ("resident memory of a tenant without a slot over its adapter and moments; failed requests", "{rss_a_tenant}; {errors}"),
+        (
+            "resident memory of a tenant without a slot over its adapter and moments; failed requests",
+            "{rss_a_tenant|ratio}; {errors|count}",
+        ),
     ),
     *_bench(
         "packed_load",

@@ -92,6 +92,14 @@ def ratio(times: Mapping[str, list[float]], slow: str, fast: str, less: float = 
     return {"median": _short(np.median(a) / np.median(b) - less), "interval": _ends(ratios - less), "n": len(a)}
 
 
+def percentile_ratio(times: Mapping[str, list[float]], slow: str, fast: str, q: float) -> Figure:
+    """``ratio`` of the q-th percentiles."""
+    a, b = (np.array(times[name]) for name in (slow, fast))
+    draws = _draws(len(a))
+    ratios = np.percentile(a[draws], q, axis=1) / np.percentile(b[draws], q, axis=1)
+    return {"percentile": _short(np.percentile(a, q) / np.percentile(b, q)), "interval": _ends(ratios), "n": len(a)}
+
+
 def merge(runs: Sequence[Any]) -> Any:
     """Several runs' reports as one: what all of them say stays, numbers become figures (median, smallest and largest), and
     other values lists."""
