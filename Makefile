@@ -1,4 +1,4 @@
-# make quickstart | test | bench | figures | lint | docs, each from a fresh clone: they make .venv first. PYTHON= chooses the interpreter.
+# make quickstart | serve | test | bench | figures | lint | docs, each from a fresh clone: they make .venv first. PYTHON= chooses the interpreter.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -23,13 +23,13 @@ comma := ,
 SETUP := $(VENV)/.setup$(EXTRAS:%=-with-%)
 SETUP_DEV := $(VENV)/.setup-dev$(EXTRAS:%=-with-%)
 
-.PHONY: setup setup-dev quickstart test test-long test-slow bench figures lint docs format clean
+.PHONY: setup setup-dev quickstart serve test test-long test-slow test-clients test-evals test-old-clients test-console bench sweeps figures lint docs format clean
 
 setup: $(SETUP)
 setup-dev: $(SETUP_DEV)
 
 $(CONSTRAINTS):
-	@echo "error: no constraints for $(PYTHON) ($(PYVER)); supported: $(patsubst constraints/%.txt,%,$(wildcard constraints/*.txt)). Choose one with PYTHON=python3.11" >&2; exit 2
+	@echo "error: no constraints for $(PYTHON) ($(PYVER)); supported: $(patsubst constraints/%.txt,%,$(wildcard constraints/py*.txt)). Choose one with PYTHON=python3.11" >&2; exit 2
 
 $(SETUP): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
@@ -50,20 +50,77 @@ $(SETUP_DEV): pyproject.toml $(CONSTRAINTS)
 quickstart: setup
 	$(BIN)/python -m mint_jax.launch --config=$(CONFIG) --workdir=$(WORKDIR)
 
+# The service over the packaged base: SERVE="--config.port=8001" and the like go to it.
+SERVE ?=
+serve:
+	$(MAKE) setup EXTRAS=$(EXTRAS:%=%$(comma))serve
+	$(BIN)/python -m mint_jax.launch --config=configs/serve.py --workdir=runs/serve $(SERVE)
+
 test: setup-dev
 	$(PYTEST) -q $(TESTS)
 
-# Tens of seconds each, compiled as for users.
+# Tens of seconds each, compiled as for users; CODE=quick as make test does (tests/compiled.py), a third of the time.
+CODE ?= users
 test-long: setup-dev
-	MINT_TEST_CODE=users $(PYTEST) -q -m "long and not slow" $(TESTS)
+	MINT_TEST_CODE=$(CODE) $(PYTEST) -q -m "long and not slow$(if $(filter users,$(CODE)),, and not users)" $(TESTS)
 
 test-slow: setup-dev
 	MINT_TEST_CODE=users $(PYTEST) -v -m "slow or bits" $(TESTS)
+
+# Sessions of Tinker's SDKs before protobuf and of MinT's own client; makes an environment for each, from the package index.
+test-old-clients: setup-dev
+	$(BIN)/python -m tests.service.old_clients $(VENV)/old
+
+# The official clients' own recipes against a server, in an environment of theirs; RECIPES chooses some. About 20 minutes on two busy cores.
+CLIENTS ?= .venv-clients
+RECIPES ?=
+CLIENTS_CONSTRAINTS := constraints/clients-$(PYVER).txt
+
+$(CLIENTS_CONSTRAINTS):
+	@echo "error: no clients' constraints for $(PYTHON) ($(PYVER)). Choose PYTHON=python3.11" >&2; exit 2
+
+$(CLIENTS)/.setup: $(CLIENTS_CONSTRAINTS)
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check pip
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r $(CLIENTS_CONSTRAINTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps tinker-cookbook==0.6.1
+	@touch $@
+
+# Evaluation harnesses, a fuzzer and a load generator of others against a server; an environment of its own for each. EVALS chooses some.
+EVALS ?=
+test-evals: setup-dev
+	$(BIN)/python tests/clients/evals.py --environments $(CLIENTS)-evals --workdir runs/evals $(EVALS)
+
+test-clients: setup-dev $(CLIENTS)/.setup
+	$(BIN)/python tests/clients/run.py --python $(CLIENTS)/bin/python --workdir runs/clients $(RECIPES)
+
+# The console in headless Chromium, which is no Python package: Debian's chromium has to be there. Playwright in an environment of its own.
+CONSOLE ?= .venv-console
+CONSOLE_CONSTRAINTS := constraints/console-$(PYVER).txt
+
+$(CONSOLE_CONSTRAINTS):
+	@echo "error: no console's constraints for $(PYTHON) ($(PYVER)). Choose PYTHON=python3.11" >&2; exit 2
+
+$(CONSOLE)/.setup: $(CONSOLE_CONSTRAINTS)
+	$(PYTHON) -m venv $(CONSOLE)
+	$(CONSOLE)/bin/python -m pip install --quiet --disable-pip-version-check --no-compile -r $(CONSOLE_CONSTRAINTS)
+	@touch $@
+
+test-console: setup-dev $(CONSOLE)/.setup
+	$(CONSOLE)/bin/python tests/clients/console_browser.py --server $(BIN)/python --pictures runs/console
 
 bench: setup-dev
 	for config in configs/bench/*.py; do \
 	  $(BIN)/python -m mint_jax.launch --config=$$config:ci --workdir=runs/bench/$$(basename $$config .py) || exit 1; \
 	done
+
+# The paper's sweeps, which go on where they stopped: SIZE=ci for the small ones, SWEEPS="learning" for one that takes three hours.
+SIZE ?= cpu
+SWEEPS ?= active_wave cold_staircase handoff packed_load catalog concurrent_grpo scale_up fleet_model
+sweeps: setup-dev
+	failed=; for sweep in $(SWEEPS); do \
+	  $(BIN)/python -m mint_jax.launch --config=configs/sweeps/$$sweep.py:$(SIZE) --workdir=runs/sweeps/$(SIZE)/$$sweep || failed="$$failed $$sweep"; \
+	done; test -z "$$failed" || { echo "error: these sweeps have points that failed:$$failed" >&2; exit 1; }
 
 # Measures again what the pages quote, an hour on two idle cores, and writes their tables; FIGURES=--pods what is compiled for pods.
 FIGURES ?=
@@ -74,6 +131,8 @@ lint: setup-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/shellcheck launch/*.sh launch/*.sbatch
+	$(BIN)/python -m tests.launchers.jobset_schema launch/gke_jobset.yaml
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 docs: setup-dev
@@ -84,4 +143,4 @@ format: setup-dev
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) runs build *.egg-info
+	rm -rf $(VENV) $(CLIENTS) $(CONSOLE) runs build *.egg-info

@@ -16,6 +16,7 @@ _NAMES = {  # name -> module
     "load": "api",
     "open": "api",
     "config": "api",
+    "read_config": "api",
     "run": "api",
     "Model": "api",
     "Policy": "api",

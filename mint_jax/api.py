@@ -28,7 +28,7 @@ from mint_jax import mesh as mesh_lib
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import Schema, pack
 from mint_jax.catalog.records.revisions import Revision
-from mint_jax.errors import UserError
+from mint_jax.errors import UserError, choice
 from mint_jax.jobs import common, settings, sft, supervised
 from mint_jax.jobs.adapters import AdapterSource
 from mint_jax.jobs.catalogs import JobCatalog
@@ -75,6 +75,24 @@ def config(job: str, **values: Any) -> ConfigDict:
         UserError: an unknown job or setting, or one that is missing; ``docs/settings.md`` has them all.
     """
     return settings.complete(ConfigDict({"job": job, **values}))
+
+
+def read_config(name: str | Path, **changes: Any) -> ConfigDict:
+    """A shipped config or one of yours, ``FILE`` or ``FILE:ARGUMENT``, as ``--config`` takes it, with settings changed.
+
+        mint.read_config("configs/bench/handoff.py:ci", n=3)
+
+    Raises:
+        UserError: no such file, an argument that it refuses, an unknown setting, or a value of another type.
+    """
+    config, declared = launch.load(str(name))
+    if declared is None and (unknown := [setting for setting in changes if setting not in config]):  # a bench's are those of its file
+        raise choice("setting", unknown[0], list(config))
+    try:
+        config.update(changes)
+    except TypeError as error:
+        raise UserError(f"{name}: {error}") from None
+    return settings.complete(config)
 
 
 def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:

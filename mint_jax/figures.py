@@ -2,6 +2,7 @@
 
     python -m mint_jax.figures             all of it on this machine, about an hour on two idle cores
     python -m mint_jax.figures --pods      the programs compiled for pods, about half an hour
+    python -m mint_jax.figures --sweeps    the sweeps of the paper at size cpu, as ``make sweeps``; those that are done are published
     python -m mint_jax.figures --only=handoff,sft
 
 A report that was measured at this commit is not measured again (its folder below the workdir removed, it is), so a run that was
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 from mint_jax.bench import stamp, tables, timing
 from mint_jax.errors import UserError
 from mint_jax.metrics import clock
+from mint_jax.sweeps import tables as sweep_tables
 
 
 class Run(NamedTuple):
@@ -88,7 +90,7 @@ RUNS = (
     Run("catalog_scale", "bench/catalog_scale.py:million", 9, pictures=(("catalog_scale.png", "catalog_scale.png"),)),
     Run("switch", "bench/switch.py", 2),
     Run("journal", "bench/journal.py", 2),
-    Run("service", "bench/service.py", 10),
+    Run("service", "bench/service.py", 15),
     Run("revision_stores", "bench/revision_stores.py", 3),
     Run(
         "catalog_against_mlflow",
@@ -108,6 +110,9 @@ POD_RUNS = (
     ),
     Run("kernels", "schedule.py", 1, folder=tables.PODS),
 )
+
+
+SWEEPS = ("active_wave", "cold_staircase", "handoff", "packed_load", "catalog", "concurrent_grpo", "scale_up", "fleet_model", "learning")
 
 
 def command(run: Run, workdir: Path, folder: Path, seed: int | None) -> list[str]:
@@ -164,6 +169,40 @@ def publish(run: Run, workdir: Path, report: dict[str, Any], unstamped: Path = t
         unstamped.write_text("".join(f"{line}\n" for line in left)) if left else unstamped.unlink()
 
 
+def publish_sweep(report: Path, folder: Path) -> None:
+    """Puts a sweep's report, its page and its pictures into a folder of their own, in place of the ones there.
+
+    Raises:
+        UserError: a point failed, or not all were measured at one commit without changes.
+    """
+    told = json.loads(report.read_text())
+    measured = [point for point in told["points"] if "commit" in point]
+    commits = sorted({point["commit"][:10] + (" with changes" if point["dirty"] else "") for point in measured})
+    if told["failed"]:
+        raise UserError(f"{told['failed']} points of {report} failed: start the sweep again, which tries them again")
+    if len(commits) != 1 or commits[0].endswith("changes"):
+        raise UserError(f"{report} was measured at {', '.join(commits)}; what is published is of one commit: start the sweep again")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for name in ("report.json", "report.md", *told["pictures"]):
+        shutil.copyfile(report.with_name(name), folder / name)
+
+
+def run_sweeps(names: Sequence[str], workdir: Path) -> None:
+    """Runs sweeps at size cpu, each from where it stopped, and publishes them.
+
+    Raises:
+        UserError: see ``publish_sweep``; a sweep that did not end well.
+    """
+    for name in names:
+        folder = workdir / name
+        arguments = ["-m", "mint_jax.launch", f"--config=configs/sweeps/{name}.py:cpu", f"--workdir={folder}"]
+        if status := subprocess.run([sys.executable, *arguments], cwd=stamp.ROOT).returncode:
+            raise UserError(f"the sweep {name} ended with status {status}: see {folder}")
+        publish_sweep(folder / "report.json", sweep_tables.FOLDER / name)
+        sweep_tables.write()
+
+
 def is_current(path: Path, commit: str | None) -> bool:
     """Whether a kept report is of this commit and of nothing but it."""
     if not path.is_file():
@@ -208,16 +247,22 @@ def _prepare(run: Run, workdir: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--workdir", type=Path, default=Path("runs") / "figures")
-    parser.add_argument("--pods", action="store_true", help="the programs compiled for pods, in place of what runs here")
+    parser.add_argument("--workdir", type=Path, help="runs/figures, or of sweeps runs/sweeps/cpu")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--pods", action="store_true", help="the programs compiled for pods, in place of what runs here")
+    kinds.add_argument("--sweeps", action="store_true", help="the sweeps, all but learning unless --only names it")
     parser.add_argument("--only", default="", help="names of reports, with commas between")
     given = parser.parse_args()
-    runs = POD_RUNS if given.pods else RUNS
-    if unknown := sorted(set(filter(None, given.only.split(","))) - {run.name for run in runs}):
-        parser.error(f"no report is named {unknown[0]}; there are {', '.join(run.name for run in runs)}")
-    chosen = [run for run in runs if not given.only or run.name in given.only.split(",")]
+    runs = {run.name: run for run in (POD_RUNS if given.pods else RUNS)}
+    names, asked = list(SWEEPS if given.sweeps else runs), list(filter(None, given.only.split(",")))
+    if unknown := sorted(set(asked) - set(names)):
+        parser.error(f"no report is named {unknown[0]}; there are {', '.join(names)}")
+    workdir = (given.workdir or Path("runs") / ("sweeps/cpu" if given.sweeps else "figures")).resolve()
     try:
-        run_all(chosen, given.workdir.resolve())
+        if given.sweeps:
+            run_sweeps([name for name in names if name in asked or (not asked and name != "learning")], workdir)
+        else:
+            run_all([runs[name] for name in names if not asked or name in asked], workdir)
     except UserError as error:
         parser.exit(2, f"error: {error}\n")
 

@@ -5,7 +5,7 @@
 says what would run and take. The resolved config is saved beside the results. Modules beside the config file can be imported.
 
 On several hosts the same command runs on every one: with ``--distributed`` where JAX finds the others by itself, elsewhere with
-the three environment variables of ``multihost``.
+the three environment variables of ``multihost``. ``launch/`` has programs that start it on TPU slices, GKE, SLURM and Ray.
 """
 
 import argparse
@@ -51,7 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", metavar="FILE[:ARGUMENT]", help="config file, with an optional argument of its get_config")
     parser.add_argument("--workdir", metavar="DIR", help="for checkpoints, metrics and results; under runs/ by default")
     parser.add_argument("--dry_run", action="store_true", help="print the resolved config, what would run, and its bytes; run nothing")
-    parser.add_argument("--distributed", action="store_true", help="join the other hosts of this TPU pod, SLURM or MPI job")
+    about = "join the other hosts of this TPU pod, SLURM or MPI job; with N, refuse to run in any other number of processes"
+    parser.add_argument("--distributed", metavar="N", nargs="?", type=int, const=0, help=about)
     parser.add_argument("--help", action="store_true", help="this text and, beside --config, every setting of its job")
     return parser
 
@@ -159,17 +160,22 @@ def main(argv: Sequence[str]) -> None:
         return
     workdir = Path(args.workdir).expanduser() if args.workdir else default_workdir(args.config, config.job)
     host.keep_freed_memory()
-    multihost.join(detect=args.distributed)
+    multihost.join(detect=args.distributed is not None, expected=args.distributed or 0)
     if multihost.count() > 1:
         host.keep_stdout()
         if config.job in ALONE:
             raise UserError(f"job {config.job!r} runs in one process, and {multihost.count()} have joined: start it on one host alone")
+        hosts = multihost.topology()
+        if multihost.is_main():
+            print(f"[launch] {hosts}", file=sys.stderr, flush=True)
     host.use_compilation_cache(cache_dir() / "compiled")
     compiling.announce()
     result = run(config, workdir)
     if multihost.is_main():
         print(json.dumps(result), flush=True)
     multihost.barrier("end")
+    if result.get("failed"):  # points of a sweep; its report has their reasons
+        sys.exit(1)
 
 
 def run(config: Config, workdir: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import itertools
 import json
 import logging
 import os
+import platform
 import sys
 import threading
 import time
@@ -42,17 +43,19 @@ T = TypeVar("T")
 _agreements, _meetings, _posts, _posting = itertools.count(), itertools.count(), itertools.count(), threading.Lock()
 
 
-def join(environment: Mapping[str, str] = os.environ, detect: bool = False, timeout_s: int = 300) -> None:
+def join(environment: Mapping[str, str] = os.environ, detect: bool = False, expected: int = 0, timeout_s: int = 300) -> None:
     """Joins the other processes; before anything asks JAX for devices. Does nothing for a single process.
 
     Args:
         environment: where ``VARIABLES`` are looked up; all three or none.
         detect: without them, join the TPU pod, SLURM or MPI job that JAX finds itself in.
+        expected: how many processes were started, where the caller knows; 0 accepts any number.
         timeout_s: seconds to wait for the others.
 
     Raises:
-        UserError: variables that are missing or wrong, nothing to detect, no way to the coordinator. Where the others do not
-            come, the process prints one line and ends with status 2: JAX does not return from that wait.
+        UserError: variables that are missing or wrong, nothing to detect, no way to the coordinator, another number of processes than
+            expected. Where the others do not come, the process prints one line and ends with status 1, for they
+            may come when the job is started again: JAX does not return from that wait.
     """
     settings = _settings(environment)
     if settings is None and not detect:
@@ -87,6 +90,34 @@ def join(environment: Mapping[str, str] = os.environ, detect: bool = False, time
     finally:
         watch.cancel()
     require_same("the number of processes", count)
+    if expected and count() != expected:  # each of them would run the whole job, all into one workdir
+        raise UserError(
+            f"{count()} processes joined, and --distributed={expected} expected {expected}: give the number that is started, or see why "
+            f"{where} has another one"
+        )
+
+
+def topology() -> str:
+    """Every process's host with its number of devices, for a line of the log.
+
+    Raises:
+        UserError: in every process, naming the first that has another number of devices than process 0.
+    """
+    number = next(_meetings)
+    _client().key_value_set(f"mint/host/{number}/{index()}", json.dumps([platform.node(), jax.local_device_count()]))
+
+    def compare() -> str:
+        hosts = [json.loads(_wait_for(f"mint/host/{number}/{i}")) for i in range(count())]
+        for i, (name, devices) in enumerate(hosts):
+            if devices != hosts[0][1]:
+                raise UserError(
+                    f"process {i} on {name} has {devices} devices, process 0 on {hosts[0][0]} has {hosts[0][1]}: "
+                    "see whether that host's accelerators are healthy and given to this process"
+                )
+        placed = ", ".join(f"{i} on {name}" for i, (name, _) in enumerate(hosts))
+        return f"{count()} processes with {hosts[0][1]} devices each: {placed}"
+
+    return agree("the hosts", compare)
 
 
 def _not_joined(where: str, reason: str) -> str:
@@ -98,7 +129,7 @@ def _not_joined(where: str, reason: str) -> str:
 
 def _give_up(message: str) -> None:
     print(f"error: {message}", file=sys.stderr, flush=True)
-    os._exit(2)
+    os._exit(1)
 
 
 def _settings(environment: Mapping[str, str]) -> tuple[str, int, int] | None:

@@ -114,6 +114,7 @@ def test_a_policy_that_joins_leaves_the_others_as_they_are(model):
         first.train_step([])
 
 
+@pytest.mark.long
 def test_revisions_mixed_in_one_call_answer_as_each_does_alone(model, tmp_path):
     with mint.open(tmp_path / "catalog") as store, mint.open(tmp_path / "other") as other:
         for name, rank in (("a", 2), ("b", 2), ("c", 9)):
@@ -150,3 +151,16 @@ def test_a_config_built_in_python_is_that_of_a_file_and_runs_as_launch_runs_it(t
     assert json.loads((tmp_path / "work" / "result.json").read_text())["policies"] == result["policies"]
     with mint.open(tmp_path / "work" / "catalog") as store:
         assert store["a@latest"].digest == result["policies"][0]["revision"]
+
+
+def test_a_shipped_config_is_read_as_launch_reads_it_with_settings_changed():
+    configs = Path(__file__).parents[1] / "configs"
+    bench = mint.read_config(f"{configs}/bench/handoff.py:ci", n=3, shape={"layers": 2})
+    expected = launch.load(f"{configs}/bench/handoff.py:ci")[0].to_dict()
+    assert bench.to_dict() == expected | {"n": 3, "shape": expected["shape"] | {"layers": 2}}
+    assert mint.read_config(configs / "tiny/sft.py", steps=3).steps == 3
+    for setting, value, told in (("m", 3, "'m'"), ("n", "three", "str")):
+        with pytest.raises(mint.UserError, match=told):
+            mint.read_config(configs / "bench/handoff.py", **{setting: value})
+    with pytest.raises(mint.UserError, match="stpes"):
+        mint.read_config(configs / "tiny/sft.py", stpes=3)

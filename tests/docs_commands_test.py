@@ -19,6 +19,7 @@ from mint_jax.lora import tree
 from mint_jax.lora.config import AdapterConfig
 from mint_jax.models import outline
 from tests import oracles
+from tests.jobs.serve_test import Served
 
 ROOT = Path(__file__).parents[1]
 PYTHON = {".venv/bin/python": sys.executable}
@@ -121,12 +122,32 @@ def test_the_commands_of_the_catalogs_page(tmp_path, rng):
 
 
 @pytest.mark.long
-def test_the_example_of_the_services_page(tmp_path):
-    code = "\n".join(text for kind, text in blocks("docs/service.md", {"smollm2-135m-instruct": "tiny-random"}) if kind == "python")
-    env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "grad_norm" in done.stdout
+def test_the_examples_of_the_services_page(tmp_path):
+    """The official clients and curl, as they stand there, against the server of a smaller base."""
+    pages = [(kind, text) for kind, text in blocks("docs/service.md", {"smollm2-135m-instruct": "tiny-random"})]
+    served = Served(tmp_path / "serve", "--config.ranks=(32,)")
+    try:
+        env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": "", "JAX_PLATFORMS": "cpu", "TINKER_TELEMETRY": "0"}
+        code = "\n".join(text for kind, text in pages if kind == "python").replace("http://127.0.0.1:8000", served.url)
+        done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert "grad_norm" in done.stdout
+        [_, curls] = [text for kind, text in pages if kind == "bash"]
+        out = bash(curls.replace("http://127.0.0.1:8000", served.url).replace("curl -s", "curl -sf"), tmp_path)
+        assert '"text_completion"' in out
+        assert "mint_http_requests_total" in out
+    finally:
+        served.stop()
+
+
+@pytest.mark.long
+def test_the_commands_of_the_sweeps_page(tmp_path):
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    text = (ROOT / "docs/sweeps.md").read_text()
+    [commands] = [one["text"].replace("python ", f"{sys.executable} ") for one in BLOCK.finditer(text) if one["kind"] == "bash"]
+    out = bash(commands, tmp_path)
+    assert "0 of " in out.splitlines()[-1]
+    assert (tmp_path / "runs/report/comparison.png").is_file()
 
 
 @pytest.mark.slow  # minutes: a real base compiled for four chips
@@ -137,7 +158,8 @@ def test_the_command_of_the_pods_page(tmp_path):
 
 def test_every_command_on_a_page_is_run_by_a_test():
     """Blocks by page: run above, by tests/api_test.py (Python), or by CI itself (make)."""
-    known = {"README.md": 2, "CONTRIBUTING.md": 1, "docs/index.md": 1, "docs/catalog.md": 1, "docs/own_task.md": 3, "docs/pods.md": 1}
+    known = {"README.md": 2, "CONTRIBUTING.md": 1} | {f"docs/{name}.md": 1 for name in ("index", "catalog", "pods", "sweeps")}
+    known |= {"docs/own_task.md": 3, "docs/service.md": 2}
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]
     found = {}
     for page in pages:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -124,11 +125,19 @@ def test_join_hands_the_variables_to_jax_and_explains_its_errors(monkeypatch):
         multihost.join(GOOD)
 
 
+def test_another_number_of_processes_than_were_started_is_refused(monkeypatch):
+    """As where a cluster's variables are not seen: every host would run the whole job alone."""
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **_: None)
+    multihost.join(GOOD, expected=1)
+    with pytest.raises(UserError, match="1 processes joined, and --distributed=2 expected 2: give the number that is started"):
+        multihost.join(GOOD, detect=True, expected=2)
+
+
 def test_a_process_whose_fellows_do_not_come_ends_with_one_line(tmp_path):
     code = "from mint_jax import multihost; multihost.join(timeout_s=1)"
     alone = {"MINT_COORDINATOR": f"127.0.0.1:{free_port()}", "MINT_PROCESSES": "2", "MINT_PROCESS": "0"}
     [ended] = together([["-c", code]], tmp_path, 60, **alone)
-    assert ended.status == 2
+    assert ended.status == 1
     assert ended.err.startswith("error: could not join 127.0.0.1")
     assert "as process 0 of 2 (the others did not come in 1 s)" in ended.err
     assert ended.err.count("\n") == 1
@@ -198,6 +207,10 @@ else:
     for i in range(20):
         multihost.post(bytes([i, 255]))
     seen["heeded"] = [attempt(lambda: multihost.heed(name)) for name in ("done", "not done")]
+seen["hosts"] = multihost.topology()
+if me:
+    multihost.jax.local_device_count = lambda: 3
+seen["unequal"] = attempt(multihost.topology)
 multihost.barrier("done")
 seen["parted"] = attempt(lambda: multihost.agree("left" if me else "right", lambda: 0))
 print(json.dumps(seen))
@@ -219,6 +232,9 @@ def test_two_processes_agree_and_share_arrays(tmp_path):
         assert seen["equal"] == [True] * 3
         assert seen["local"] == [0, 1, 2]
         assert seen["placed"] == [True] * 3
+        assert re.fullmatch(r"2 processes with 4 devices each: 0 on (\S+), 1 on \1", seen["hosts"])
+        assert seen["unequal"][0] == "UserError"
+        assert re.search(r"process 1 on \S+ has 3 devices, process 0 on \S+ has 4: see whether", seen["unequal"][1])
     assert main["failure"] == ["KeyError", "'gone'"]
     assert other["failure"] == ["RuntimeError", "process 0 failed at 'failure': 'gone'"]
     assert main["unsendable"][0] == "TypeError"
@@ -229,6 +245,7 @@ def test_two_processes_agree_and_share_arrays(tmp_path):
     assert other["parted"] == ["RuntimeError", "process 1 asks for 'left' where process 0 decided 'right': their programs differ"]
 
 
+@pytest.mark.long
 def test_a_mistake_ends_every_process_with_its_line(tmp_path):
     (tmp_path / "file").write_text("")
     command = ["-m", "mint_jax.launch", f"--config={TINY}", f"--workdir={tmp_path / 'file' / 'work'}"]

@@ -41,7 +41,8 @@ def test_a_wheel_trains_outside_the_repository(tmp_path):
     (Path(here) / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     where = run(python, "-c", "import mint_jax; print(mint_jax.__file__)", cwd=elsewhere, env=env)
     assert Path(where.strip()).is_relative_to(tmp_path / "venv")
-    for path in sorted((ROOT / "mint_jax").rglob("*.py")):
+    console = ROOT / "mint_jax" / "service" / "console"
+    for path in sorted([*(ROOT / "mint_jax").rglob("*.py"), *console.glob("templates/*"), *console.glob("static/*")]):
         assert (Path(here) / path.relative_to(ROOT)).is_file(), f"the wheel lacks {path.relative_to(ROOT)}"
     run(python, "-m", "mint_jax.launch", "--config=configs/tiny/sft.py", "--workdir=work", "--config.steps=1", cwd=elsewhere, env=env)
     listed = run(python, "-m", "mint_jax.catalog", "--catalog=work/catalog", "ls", "--json", cwd=elsewhere, env=env)

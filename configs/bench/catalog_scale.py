@@ -19,16 +19,21 @@ def get_config(size: str = "default") -> ConfigDict:
     config.per_policy = 4  # revisions of a policy
     config.batch = 5_000  # exports of one transaction
     config.requests = 100_000  # of each kind
+    config.database = "sqlite"  # or postgres, a server of the bench's own
+    config.traffic = ("uniform", "zipf", "bursts")  # that names are resolved and loaded by
+    config.promotions = 200
     config.zipf = 1.0  # exponent
     config.host_entries = 512  # adapters in the host cache
     config.slots = 16
     config.loads = 20_000
     config.disk_loads = 1_000
     config.lone_exports = 100
+    # 0 entries: no peer
     config.peer = ConfigDict({"python": "", "entries": 10_000, "seconds": 300.0, "samples": 500, "per_policy": 4})
     if size == "ci":
         config.entries = (200, 1_000)
         config.requests = 500
+        config.promotions = 20
         config.loads = 100
         config.disk_loads = 30
         config.lone_exports = 10

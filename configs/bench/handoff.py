@@ -22,6 +22,8 @@ def get_config(size: str = "default") -> ConfigDict:
     config.rank = 8
     config.prompt = 16
     config.new_tokens = 64
+    config.more_tokens = ()  # further numbers of tokens to time the step with
+    config.parts = ("base", "large")  # the base that is named, and the one of this shape
     config.shape = ConfigDict(
         {
             "name": "Qwen3-4B",
@@ -33,9 +35,12 @@ def get_config(size: str = "default") -> ConfigDict:
             "num_kv_heads": 8,
             "head_dim": 128,
             "d_ff": 9728,
+            "experts": 0,  # routed, each of width d_ff; 0: a dense base
+            "per_token": 0,  # experts that a token visits
             "rank": 32,
             "dtype": "float32",
             "new_tokens": 8,  # 64 on all four paths would take four of ten minutes
+            "more_tokens": (),
         }
     )
     if size == "ci":

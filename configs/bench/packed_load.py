@@ -14,6 +14,7 @@ def get_config(size: str = "default") -> ConfigDict:
     config.bench = "packed_load"
     config.seed = 0
     config.n = 7
+    config.parts = ("loads", "stages", "host", "pause", "peft")
     config.host_fills = 5  # of the host cache, each in a process of its own
     config.distinct = 16
     config.rank = 1

@@ -2,7 +2,7 @@
 
 Command: python -m mint_jax.launch --config=configs/bench/service.py --workdir=runs/bench/service
 Short:   --config=configs/bench/service.py:ci
-Default size: about ten minutes on two CPU cores, 6 GB of memory, 1 GB of disk.
+Default size: about fifteen minutes on two CPU cores, 6 GB of memory, 1 GB of disk.
 """
 
 from ml_collections import ConfigDict
@@ -17,7 +17,7 @@ def get_config(size: str = "default") -> ConfigDict:
     config.mesh = ConfigDict({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1})
     config.seed = 0
     config.n = 5
-    config.tenants = (1, 4, 8)
+    config.tenants = (1, 4, 8, 32)  # the last beyond the slots: states of policies are moved about
     config.rank = 8
     config.targets = ("all-linear",)
     config.slots = 8
@@ -25,6 +25,7 @@ def get_config(size: str = "default") -> ConfigDict:
     config.sequences, config.tokens = 1, 32  # of a tenant's round
     config.gap_s = 0.5
     config.flood_rounds, config.flood_depth = 40, 8
+    config.fair_rounds = 20  # of each of the tenants that are busy all the time
     config.decode = ConfigDict({"rows": 8, "tokens": 64})
     config.handoffs = 20
     config.memory_tenants = 8
@@ -36,6 +37,7 @@ def get_config(size: str = "default") -> ConfigDict:
         config.shapes = ((1, 1, 16), (3, 1, 16))
         config.sequences, config.tokens = 1, 16
         config.flood_rounds, config.flood_depth = 4, 2
+        config.fair_rounds = 3
         config.decode.update({"rows": 2, "tokens": 64})
         config.handoffs = 3
         config.memory_tenants = 2

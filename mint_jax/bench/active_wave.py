@@ -44,11 +44,12 @@ def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], **_: Any) 
     """Runs the bench; returns its report and draws ``active_wave.png``."""
     base = open_base(config)
     shapes = sorted(config.shapes)
-    most = {wave.rank: max(wave.counts) for wave in config.waves.values()}
+    waves = [wave for wave in config.waves.values() if wave.counts]
+    most = {wave.rank: max(wave.counts) for wave in waves}
     if shapes[-1] < max(most.values()):
         raise UserError(f"{max(most.values())} adapters need as many rows: the largest of config.shapes is {shapes[-1]}")
     batches: dict[int, list[_Batch]] = {rows: [] for rows in shapes}
-    for wave in config.waves.values():
+    for wave in waves:
         for count in wave.counts:
             batches[next(rows for rows in shapes if rows >= count)].append(_Batch(wave.rank, count))
     stacks: dict[int, Stacks] = {}
@@ -68,6 +69,7 @@ def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], **_: Any) 
                     "distinct": batch.count,
                     "rows": rows,
                     "overhead": timing.ratio(times, batch.name, "bare", less=1),
+                    "step_s": timing.median(times[batch.name], 1 / _steps(config, rows)),
                     "bytes_share": float(f"{batch.count * each[batch.rank] / base.nbytes:.4g}"),
                     **checked[batch],
                 }

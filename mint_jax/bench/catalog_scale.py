@@ -3,24 +3,26 @@
 Each size is made for real (see ``catalog_fill``) in a process of its own and measured in another, so that resident memory is
 that of a process which only reads. Measured there, each request timed alone:
 
-- ``resolve``: ``policy@latest`` for uniform and for Zipf names, and ``policy@number`` for uniform revisions. Beside them runs
+- ``resolve``: ``policy@latest`` for names of each kind of ``traffic``, and ``policy@number`` for uniform revisions. Beside them runs
   a ``control``: 0.1 ms of arithmetic. What its 99th percentile has beyond that, the machine took. ``undisturbed`` are the
   requests (and their share) during which the kernel gave the core to no other thread; ``cpu`` is the thread's own time.
 - ``load``: name -> resolve -> read -> verify -> unpack -> admit -> device slot, through ``Residency`` with a small host cache
-  and few slots, for Zipf names; by where the bytes were found: storage (cold), host or device. ``disk``: cold loads after the
-  packs and the database were dropped from the page cache.
+  and few slots, for names of each kind; by where the bytes were found: storage (cold), host or device. ``load`` are the Zipf names,
+  ``loads`` all kinds. ``disk``: cold loads after the packs and the database were dropped from the page cache.
+- ``promote``: one alias after another moves by a revision.
 - ``errors``: requests that raised, or gave another revision than the name stands for. Whole batches are read back besides.
 
 ``mlflow``: its model registry beside ours, see ``registry_peer``; null where it is not installed.
 """
 
+import contextlib
 import json
 import os
 import resource
 import shutil
 import sqlite3
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +33,14 @@ from rich.console import Console
 from rich.table import Table
 
 from mint_jax import host
-from mint_jax.bench import registry_peer, timing
+from mint_jax.bench import registry_peer, timing, traffic
 from mint_jax.bench.alone import alone
-from mint_jax.bench.catalog_fill import ADAPTER, BASE, DTYPE, TARGETS, Payloads, Plan, base_specs, fill
+from mint_jax.bench.catalog_fill import ADAPTER, BASE, DTYPE, TARGETS, Payloads, Plan, base_specs, fill, on_disk, open_catalog
+from mint_jax.bench.postgres_server import PostgresServer
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import digest_of, unpack
 from mint_jax.catalog.storage.payloads import Place
-from mint_jax.errors import UserError
+from mint_jax.errors import UserError, choice
 from mint_jax.metrics import Progress
 from mint_jax.residency.admission import Admission
 from mint_jax.residency.residency import Residency
@@ -52,6 +55,7 @@ PUBLISHED = {
     "million_names": "sized on paper, not run",
 }
 CONTROL_S = 1e-4
+DATABASES = ("sqlite", "postgres")
 _RESOLVE = ("p50_ms", "p99_ms", "p50_cpu_ms", "p99_cpu_ms", "p99_undisturbed_ms")
 COLUMNS = {
     "entries": "entries",
@@ -67,18 +71,6 @@ COLUMNS = {
     "RSS MB": "rss_bytes",
     "errors": "errors",
 }
-
-
-class _Zipf:
-    """Draws of ``n`` things by Zipf's law, the popular ones spread over all of them."""
-
-    def __init__(self, n: int, exponent: float, rng: np.random.Generator):
-        self._cumulative = np.cumsum(np.arange(1, n + 1, dtype=np.float64) ** -exponent)
-        self._order, self._rng = rng.permutation(n), rng
-
-    def draw(self, count: int) -> np.ndarray:
-        ranks = np.searchsorted(self._cumulative, self._rng.random(count) * self._cumulative[-1])
-        return self._order[ranks]
 
 
 def _percentiles(seconds: np.ndarray | list[float], what: str = "") -> dict[str, timing.Figure]:
@@ -193,30 +185,33 @@ class _Loads:
         }
 
 
-def measure(fields: dict[str, Any], folder: str, entries: int) -> dict[str, Any]:
+def measure(fields: dict[str, Any], folder: str, entries: int, database: str | None = None) -> dict[str, Any]:
     """All requests to one catalog; for a fresh process."""
     config: Any = ConfigDict(fields)
     plan = Plan(entries, config.per_policy, config.batch, config.seed)
     rng = np.random.default_rng(config.seed + 1)
-    payloads, zipf = Payloads(plan.seed), _Zipf(plan.policies, config.zipf, rng)
-    requests = config.requests
-    with Catalog.open(Path(folder), actor="reader") as catalog:
+    payloads, requests = Payloads(plan.seed), config.requests
+    drawn = lambda kind, count: traffic.draws(kind, plan.policies, count, config.zipf, rng)  # noqa: E731
+    with open_catalog(Path(folder), database, actor="reader") as catalog:
         catalog.resolve(plan.policy(0))  # compiles the statements
         before = host.rss_bytes()
         latest = lambda policies: ((f"{plan.policy(p)}@latest", plan.newest(p)) for p in policies.tolist())  # noqa: E731
         numbers = rng.integers(0, entries, requests).tolist()
         numbered = ((f"{plan.policy(k)}@{k // plan.policies + 1}", k // plan.policies + 1) for k in numbers)
         resolve = {
-            "uniform": resolves(catalog, f"{entries}: uniform names", latest(rng.integers(0, plan.policies, requests)), requests),
-            "zipf": resolves(catalog, f"{entries}: Zipf names", latest(zipf.draw(requests)), requests),
+            **{kind: resolves(catalog, f"{entries}: {kind} names", latest(drawn(kind, requests)), requests) for kind in config.traffic},
             "numbers": resolves(catalog, f"{entries}: revisions by number", numbered, requests),
         }
         after_resolves = host.rss_bytes()
         wrong = _read_back(catalog, plan, payloads, rng)
         loads = _Loads(catalog, config, payloads.nbytes)
         alias = lambda policies: (f"{plan.policy(p)}@latest" for p in policies.tolist())  # noqa: E731
-        loads.measure("warm-up", alias(zipf.draw(config.slots)), config.slots)  # compiles the write
-        load = loads.measure(f"{entries}: Zipf loads", alias(zipf.draw(config.loads)), config.loads)
+        loads.measure("warm-up", alias(drawn("uniform", config.slots)), config.slots)  # compiles the write
+        found = {}
+        for kind in config.traffic:
+            loads.empty()
+            found[kind] = loads.measure(f"{entries}: {kind} loads", alias(drawn(kind, config.loads)), config.loads)
+        load = found["zipf" if "zipf" in found else config.traffic[0]]
         loads.empty()
         _drop_from_page_cache(Path(folder))
         uniform = alias(rng.integers(0, plan.policies, config.disk_loads))
@@ -224,13 +219,16 @@ def measure(fields: dict[str, Any], folder: str, entries: int) -> dict[str, Any]
         loads.residency.close()
         rss = host.rss_bytes()
         lone = _lone_exports(catalog, payloads, config.lone_exports)
-    names = ("uniform", "zipf", "numbers")
+        promote = _promotes(catalog, plan, rng.permutation(plan.policies)[: config.promotions].tolist())
+    names = (*config.traffic, "numbers")
     return {
         "requests": len(names) * requests,
         "resolve": resolve,
         **{f"resolve_{key}": max((resolve[name][key] for name in names), key=timing.value) for key in _RESOLVE},
         "control_p99_ms": max((resolve[name]["control_p99_ms"] for name in names), key=timing.value),
         "load": load,
+        "loads": found,
+        "promote": promote,
         "disk": disk["cold"],
         "cold_p50_ms": load["cold"].get("p50_ms"),
         "cold_p99_ms": load["cold"].get("p99_ms"),
@@ -239,8 +237,8 @@ def measure(fields: dict[str, Any], folder: str, entries: int) -> dict[str, Any]
         "rss_bytes": rss,
         "rss_grown_by_resolves": after_resolves - before,
         "rss_after_resolves": after_resolves,
-        "errors": sum(resolve[name]["errors"] for name in names) + load["errors"] + disk["errors"] + wrong,
-        "rows_bytes_per_entry": _rows(Path(folder) / "catalog.db", entries),
+        "errors": sum(resolve[name]["errors"] for name in names) + sum(one["errors"] for one in found.values()) + disk["errors"] + wrong,
+        "rows_bytes_per_entry": _rows(Path(folder) / "catalog.db", entries) if database is None else None,
     }
 
 
@@ -264,6 +262,16 @@ def _lone_exports(catalog: Catalog, payloads: Payloads, count: int) -> dict[str,
     for k, data in enumerate(payloads.batch(1 << 40, count)):
         began = time.perf_counter()
         catalog.export(f"lone-{k}", data, 1, create=True)
+        seconds.append(time.perf_counter() - began)
+    return _percentiles(seconds)
+
+
+def _promotes(catalog: Catalog, plan: Plan, policies: Iterable[int]) -> dict[str, timing.Figure]:
+    """An alias of each policy moves to its newest revision: one transaction each."""
+    seconds = []
+    for p in policies:
+        began = time.perf_counter()
+        catalog.promote(plan.policy(p), plan.newest(p))
         seconds.append(time.perf_counter() - began)
     return _percentiles(seconds)
 
@@ -304,8 +312,10 @@ def run(config: Any, workdir: Path, **_: Any) -> dict[str, Any]:
         for entries in config.entries:
             _fresh(folder)
             began, load_before = time.perf_counter(), os.getloadavg()[0]
-            row = alone(fill, folder, Plan(entries, config.per_policy, config.batch, config.seed))
-            row |= alone(measure, config.to_dict(), str(folder), entries)
+            with _server(config.database) as (database, data):
+                row = alone(fill, folder, Plan(entries, config.per_policy, config.batch, config.seed), database)
+                row |= alone(measure, config.to_dict(), str(folder), entries, database)
+                row |= {} if data is None else {name: row[name] + more for name, more in on_disk(data).items()}
             row |= {"load_average": [round(load_before, 1), round(os.getloadavg()[0], 1)]}
             shutil.rmtree(folder)
             row["whole_s"] = round(time.perf_counter() - began, 1)
@@ -313,8 +323,9 @@ def run(config: Any, workdir: Path, **_: Any) -> dict[str, Any]:
             (workdir / "catalog_scale.json").write_text(json.dumps(rows, indent=1))  # what is measured stays, whatever comes
             _draw(rows, workdir / "catalog_scale.png")
             _show(rows)
-        _fresh(folder)
-        report |= registry_peer.compare(config.peer.to_dict(), folder)
+        if config.peer.entries:
+            _fresh(folder)
+            report |= registry_peer.compare(config.peer.to_dict(), folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     top = ("entries", "requests", *(f"resolve_{key}" for key in _RESOLVE), "control_p99_ms", "cold_p50_ms", "cold_p99_ms")
@@ -322,6 +333,28 @@ def run(config: Any, workdir: Path, **_: Any) -> dict[str, Any]:
     report["rss_over_smallest"] = rows[-1]["rss_after_resolves"] - rows[0]["rss_after_resolves"]
     report["errors"] = sum(row["errors"] for row in rows)
     return report | {"sizes": rows}
+
+
+@contextlib.contextmanager
+def _server(database: str) -> Iterator[tuple[str | None, Path | None]]:
+    """The URL of an empty database and the folder of its files; None for SQLite, which lies in the catalog's folder.
+
+    Raises:
+        UserError: another name, or PostgreSQL does not start.
+    """
+    if database not in DATABASES:
+        raise choice("database", database, DATABASES)
+    if database == "sqlite":
+        yield None, None
+        return
+    try:
+        server = PostgresServer()
+    except RuntimeError as error:
+        raise UserError(f"database is postgres: {error}") from None
+    try:
+        yield server.url, server.data
+    finally:
+        server.stop()
 
 
 def _fresh(folder: Path) -> None:

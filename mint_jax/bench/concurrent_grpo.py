@@ -2,7 +2,8 @@
 
 Every timed call starts from the same training state and runs the same steps with the same seeds, so that all schedules
 sample the same number of tokens (it is checked). Rewards of the tasks take microseconds; ``reward_s`` adds the waiting
-time of a verifier elsewhere for a second series (``ratio_P_waiting``), since gaps are what overlapping fills.
+time of a verifier elsewhere for a second series (``ratio_P_waiting``), since gaps are what overlapping fills. ``busy`` is the share of
+the time in which the devices work on a rollout or an update; ``timeline`` has the phases of each schedule's last call.
 
 What the batched schedule's peak has more, of 8 policies on SmolLM2 in float32, is what is in work at once. By XLA's own count the
 training step has 283 MB of temporaries where that of one policy has 38: 101 for a slice of logits and its exponentials (at most twice
@@ -43,24 +44,42 @@ class _Side:
         self.units = schedule.units_of(list(job.members), name)
         self.start = jax.tree.map(jnp.copy, job.trainer.state)
         self.tokens = 0
+        self.spans: list[dict[str, Any]] = []  # phases of the last call
+        self._began = 0.0
+        self.busy: list[float] = []  # of each call
 
     def reward(self, name: str, rollout: Any) -> Any:
+        since = time.perf_counter()
         time.sleep(self.reward_s)
-        return self.job.reward(name, rollout)
+        found = self.job.reward(name, rollout)
+        self._span("reward", [name], since)
+        return found
+
+    def _span(self, phase: str, policies: list[str], since: float) -> None:
+        """A phase that ends now; rewards end in threads of their own."""
+        start, end = since - self._began, time.perf_counter() - self._began
+        self.spans.append({"phase": phase, "policies": policies, "start_s": round(start, 4), "end_s": round(end, 4)})
 
     def __call__(self) -> None:
         job = self.job
-        job.trainer.state = jax.tree.map(jnp.copy, self.start)
+        job.trainer.state = jax.block_until_ready(jax.tree.map(jnp.copy, self.start))
+        self.spans, self._began = [], time.perf_counter()
         before = job.tokens
         first = dict.fromkeys(job.members, 0)
         overlap = self.name != "sequential"
         with schedule.Phases(self.units, first, self.steps, overlap, workers=len(first)) as phases:
             for phase, unit in phases:
+                since = time.perf_counter()
                 if phase == schedule.ROLLOUT:
-                    unit.score(self.reward, job.rollout(unit.names, unit.step))
+                    samples = job.rollout(unit.names, unit.step)
+                    self._span(phase, unit.names, since)
+                    unit.score(self.reward, samples)
                 else:
                     job.update(unit.scored())
+                    self._span(phase, unit.names, since)
         jax.block_until_ready(job.trainer.state)
+        whole = time.perf_counter() - self._began
+        self.busy.append(sum(span["end_s"] - span["start_s"] for span in self.spans if span["phase"] != "reward") / whole)
         self.tokens = job.tokens - before
 
     def result(self) -> dict[str, Any]:
@@ -89,6 +108,9 @@ def _series(config: Any, job: Any, schedules: tuple[str, ...], reward_s: float, 
     return {
         "seconds": timing.medians_of(times),
         "ratio": {name: timing.ratio(times, slowest, name) for name in schedules if name != slowest},
+        "speedup": {name: timing.ratio(times, slowest, name) for name in schedules},
+        "busy": {name: timing.median(side.busy[-config.n :]) for name, side in sides.items()},
+        "timeline": {name: sorted(side.spans, key=lambda span: span["start_s"]) for name, side in sides.items()},
         "tokens": {name: side.tokens for name, side in sides.items()},
         "max_difference": {name: _distance(results[slowest], results[name]) for name in schedules if name != slowest},
     }
@@ -106,11 +128,13 @@ def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], make_grpo:
     }
     rollouts = int(config.policy.sampling.group_size)
     alone: dict[tuple[int, int], dict[str, Any]] = {}  # (policies, rollouts) -> series whose rewards take no time
-    for count in config.counts:
+    for count in sorted({*config.counts, *config.waiting}):
         job = make_grpo(_config_of(config, count, rollouts), base)
-        idle = alone[count, rollouts] = _series(config, job, tuple(config.schedules), 0.0, f"{count} policies")
-        report |= {f"ratio_{count}{_NAMED[name]}": ratio for name, ratio in idle["ratio"].items()}
-        report[f"policies_{count}"] = {"rewards_at_once": idle}
+        report[f"policies_{count}"] = {}
+        if count in config.counts:
+            idle = alone[count, rollouts] = _series(config, job, tuple(config.schedules), 0.0, f"{count} policies")
+            report |= {f"ratio_{count}{_NAMED[name]}": ratio for name, ratio in idle["ratio"].items()}
+            report[f"policies_{count}"]["rewards_at_once"] = idle
         if count in config.waiting:
             what = f"{count} policies, rewards take {config.reward_s} s"
             waiting = _series(config, job, schedule.SCHEDULES, config.reward_s, what)

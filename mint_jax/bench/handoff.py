@@ -5,7 +5,8 @@
 training slot to a sampling slot on the device, sample. All programs are compiled before the clock starts. A handoff ends
 when the weights to sample with are ready; the first token is timed with it and after it.
 
-``handoff_ratio`` compares the handoffs of ``merged_disk`` and ``adapter_memory``, ``step_ratio`` the handoff and 64 tokens.
+``handoff_ratio`` compares the handoffs of ``merged_disk`` and ``adapter_memory``, ``step_ratio`` the handoff and 64 tokens. ``ratios`` are
+those of ``merged_disk`` over every path; ``steps`` has seconds and ratios of the handoff with each number of tokens.
 """
 
 import dataclasses
@@ -26,12 +27,13 @@ from mint_jax.bench import timing
 from mint_jax.bench.merge import merged
 from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import Schema, pack, unpack
+from mint_jax.errors import choice
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.metrics import Progress
 from mint_jax.models import hf, transformer
 from mint_jax.models.base import Base
-from mint_jax.models.config import ModelConfig
+from mint_jax.models.config import Experts, ModelConfig
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from mint_jax.train.batch import Group, TrainSequence
@@ -115,22 +117,22 @@ class _Paths:
 PATHS = ("merged_disk", "merged_memory", "adapter_disk", "adapter_memory")
 
 
-def _measure(config: Any, base: Base, rank: int, new_tokens: int, folder: Path, what: str) -> dict[str, Any]:
+def _measure(config: Any, base: Base, rank: int, tokens: tuple[int, ...], folder: Path, what: str) -> dict[str, Any]:
     """All paths of one base, whose catalog and checkpoints are its own: a catalog holds adapters of a policy for one base only."""
     paths = _Paths(base, rank, folder)
     try:
-        return _in_turn(config, paths, new_tokens, what)
+        return _in_turn(config, paths, tokens, what)
     finally:
         paths.catalog.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _in_turn(config: Any, paths: _Paths, new_tokens: int, what: str) -> dict[str, Any]:
+def _in_turn(config: Any, paths: _Paths, tokens: tuple[int, ...], what: str) -> dict[str, Any]:
     rng = np.random.default_rng(config.seed)
     prompt = tuple(rng.integers(3, paths.base.cfg.vocab_size, config.prompt).tolist())
     handoff: dict[str, list[float]] = {name: [] for name in PATHS}
     first: dict[str, list[float]] = {name: [] for name in PATHS}
-    whole: dict[str, list[float]] = {name: [] for name in PATHS}
+    whole: dict[int, dict[str, list[float]]] = {count: {name: [] for name in PATHS} for count in tokens}
     same = True
     progress = Progress(what, config.n + 1)
     for k in range(config.n + 1):  # the first round compiles and warms
@@ -144,40 +146,56 @@ def _in_turn(config: Any, paths: _Paths, new_tokens: int, what: str) -> dict[str
             engine = Engine(base)
             token = engine.generate([Request(prompt, slot, max_tokens=1, temperature=0.0)], stacks)
             sampled = time.perf_counter()
-            engine.generate([Request(prompt, slot, max_tokens=new_tokens, temperature=0.0)], stacks)
-            done = time.perf_counter()
+            for count in tokens:
+                since = time.perf_counter()
+                engine.generate([Request(prompt, slot, max_tokens=count, temperature=0.0)], stacks)
+                if k:
+                    whole[count][name].append(ready - began + time.perf_counter() - since)
             said.add(token[0][0].tokens[0])
             if k:
                 handoff[name].append(ready - began)
                 first[name].append(sampled - began)
-                whole[name].append(ready - began + done - sampled)
             del base, engine
         same &= len(said) == 1
         progress.update(k + 1, " ".join(f"{name} {values[-1]:.3f} s" for name, values in handoff.items() if values))
 
+    new_tokens = tokens[0]
     return {
         "new_tokens": new_tokens,
         "handoff_ratio": timing.ratio(handoff, "merged_disk", "adapter_memory"),
         "first_token_ratio": timing.ratio(first, "merged_disk", "adapter_memory"),
-        "step_ratio": timing.ratio(whole, "merged_disk", "adapter_memory"),
+        "step_ratio": timing.ratio(whole[new_tokens], "merged_disk", "adapter_memory"),
+        "ratios": _over_each(handoff),
         "handoff_s": timing.medians_of(handoff),
         "to_first_token_s": timing.medians_of(first),
-        "handoff_and_tokens_s": timing.medians_of(whole),
+        "handoff_and_tokens_s": timing.medians_of(whole[new_tokens]),
+        "steps": {str(count): {"seconds": timing.medians_of(times), "ratios": _over_each(times)} for count, times in whole.items()},
         "bytes": dict(paths.bytes),
         "base_bytes": paths.base.nbytes,
         "same_first_token": same,
     }
 
 
+def _over_each(times: dict[str, list[float]]) -> dict[str, timing.Figure]:
+    """How many times longer the merged checkpoint through disk takes than each path."""
+    return {name: timing.ratio(times, "merged_disk", name) for name in PATHS}
+
+
 def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], **_: Any) -> dict[str, Any]:
     """Runs the bench; returns its report. The keys at the top are those of the base that the config names."""
+    if unknown := sorted({*config.parts} - {"base", "large"}):
+        raise choice("a part", unknown[0], ("base", "large"))
     report: dict[str, Any] = {"bench": "handoff", "device": timing.device(), "n": config.n}
-    base = open_base(config)
-    report |= {"base": base.name} | _measure(config, base, config.rank, config.new_tokens, workdir / "handoff", base.name)
-    del base
+    if "base" in config.parts:
+        base = open_base(config)
+        tokens = (config.new_tokens, *config.more_tokens)
+        report |= {"base": base.name} | _measure(config, base, config.rank, tokens, workdir / "handoff", base.name)
+        del base
+    if "large" not in config.parts:
+        return report
     shape = config.shape
     cfg = ModelConfig(
-        "qwen3",
+        "qwen3_moe" if shape.experts else "qwen3",
         shape.vocab_size,
         shape.d_model,
         shape.layers,
@@ -187,9 +205,10 @@ def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], **_: Any) 
         shape.d_ff,
         rope_theta=1e6,
         qk_norm=True,
-        tie_embeddings=True,
+        tie_embeddings=not shape.experts,
+        experts=Experts(shape.experts, shape.per_token, shape.d_ff) if shape.experts else None,
     )
     large = _random_base(cfg, jnp.dtype(shape.dtype))
     name = f"{shape.name}, {shape.layers} of {shape.all_layers} layers"
-    found = _measure(config, large, shape.rank, shape.new_tokens, workdir / "handoff_large", name)
+    found = _measure(config, large, shape.rank, (shape.new_tokens, *shape.more_tokens), workdir / "handoff_large", name)
     return report | {"large": {"base": name, "dtype": shape.dtype} | found}

@@ -18,10 +18,10 @@ def merged(params: Any, stack: AdapterStack, slot: jax.Array) -> Any:
 
     def leaf(path: str, w: jax.Array) -> jax.Array:
         owner = path.removesuffix("/w")
-        if f"{owner}/a" not in factors or w.ndim != 3:
+        if f"{owner}/a" not in factors or w.ndim < 3:
             return w + jnp.zeros((), w.dtype)  # a copy: the baseline's weights are all its own
         a, b = factors[f"{owner}/a"][:, slot], factors[f"{owner}/b"][:, slot]
-        delta = jnp.einsum("LRD,LRF->LDF", a, b, preferred_element_type=jnp.float32)
+        delta = jnp.einsum("L...RD,L...RF->L...DF", a, b, preferred_element_type=jnp.float32)
         return (w.astype(jnp.float32) + stack.scale[slot] * delta).astype(w.dtype)
 
     return params_lib.map_with_path(leaf, params)

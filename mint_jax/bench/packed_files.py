@@ -23,10 +23,7 @@ class Files:
     """One adapter in all its forms on disk."""
 
     def __init__(self, config: Any, folder: Path):
-        shape = config.shape
-        heads = {"num_heads": shape.num_heads, "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
-        experts = Experts(shape.experts, shape.per_token, shape.width)
-        self.cfg = ModelConfig("qwen3_moe", 64, shape.d_model, shape.layers, **heads, d_ff=shape.width, qk_norm=True, experts=experts)
+        self.cfg = shape_of(config.shape)
         self.specs = transformer.abstract(self.cfg)
         self.config = AdapterConfig(config.rank, 2.0 * config.rank, TARGETS)
         self.wanted = lora_tree.adapter_specs(self.specs, self.config)
@@ -82,6 +79,18 @@ class Files:
         tensors = load_file(self.middle)
         layers = {path: spec.shape[0] for path, spec in params_lib.leaves_with_path(self.wanted)}
         return params_lib.nest({path: np.stack([tensors[f"{path}/{i}"] for i in range(n)]) for path, n in layers.items()})
+
+
+def shape_of(shape: Any) -> ModelConfig:
+    """The sparse base that a bench's section ``shape`` describes."""
+    heads = {"num_heads": shape.num_heads, "num_kv_heads": shape.num_kv_heads, "head_dim": shape.head_dim}
+    experts = Experts(shape.experts, shape.per_token, shape.width)
+    return ModelConfig("qwen3_moe", 64, shape.d_model, shape.layers, **heads, d_ff=shape.width, qk_norm=True, experts=experts)
+
+
+def adapter_of(wanted: Any, rng: np.random.Generator, dtype: str) -> Any:
+    """A random adapter of these specs."""
+    return jax.tree.map(lambda spec: rng.standard_normal(spec.shape, np.float32).astype(jnp.dtype(dtype)), wanted)
 
 
 def at(tree: Any, path: str) -> Any:

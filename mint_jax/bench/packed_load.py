@@ -45,7 +45,7 @@ from mint_jax.bench.packed_files import Files
 from mint_jax.bench.packed_store import BASE, TARGETS, Store, forget, load, residency_of
 from mint_jax.catalog.packed import Schema, pack, unpack
 from mint_jax.digest import blake3_alone, blake3_of
-from mint_jax.errors import UserError
+from mint_jax.errors import UserError, choice
 from mint_jax.lora import peft
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig, AdapterStack, Slot
@@ -118,6 +118,7 @@ def _loads(config: Any, files: Files) -> dict[str, Any]:
         "ratio_stacked_on_host": timing.ratio(times, "stacked_on_host", "packed"),
         "ratio_672": timing.ratio(times, "middle", "packed"),
         "load_ms": timing.median(times["packed"], 1e3),
+        "seconds": timing.medians_of(times),
         many: timing.ratio(times, "all", "packed"),
         f"{many}_floor": round(cpu["all"] / cpu["packed"] / (os.cpu_count() or 1), 3),
         f"{many}_cpu": timing.ratio(work, "all", "packed"),
@@ -286,11 +287,17 @@ def run(config: Any, workdir: Path, **_: Any) -> dict[str, Any]:
                 "packed": files.store.nbytes(files.digests[:1]),
             },
         }
-        report |= _loads(config, files)
-        report["parts_ms"] = _parts(config, files)
-        report |= _host_bytes(config, files, folder)
-        report |= decode_pause(config, files)
-        report |= _against_peft(config, folder)
+        parts: dict[str, Callable[[], dict[str, Any]]] = {
+            "loads": lambda: _loads(config, files),
+            "stages": lambda: {"parts_ms": _parts(config, files)},
+            "host": lambda: _host_bytes(config, files, folder),
+            "pause": lambda: decode_pause(config, files),
+            "peft": lambda: _against_peft(config, folder),
+        }
+        if unknown := [name for name in config.parts if name not in parts]:
+            raise choice("a part", unknown[0], parts)
+        for name in config.parts:
+            report |= parts[name]()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return report

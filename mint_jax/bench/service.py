@@ -4,15 +4,21 @@
   forward and backward of its data and an update. ``wall_ratio_N``: the same of seconds. ``cpu_round_N``: CPU seconds of a round of all
   at once; ``flop_floor_round``: what the multiplications of a tenant's tokens alone cost, at the rate of a large matmul here.
 - ``flood_p95_ratio``: the 95th percentile of one tenant's rounds while another sends rounds without waiting, over that alone.
+- ``fair_p95_ratio_N``: of N tenants that are busy all the time, the worst one's 95th percentile of a round over a tenant's alone; N where
+  all get the same and sharing a step saves nothing.
+- ``unembedding_ratio``: a step and an update of policies whose adapters have the unembedding too (what Tinker's client asks for unless
+  told otherwise) over those of adapters without it.
 - ``gap_p50_ms``, ``gap_p90_ms``: how long rows that decode wait for a slice of training, beside the bound that was asked for
   (``gap_bound_ms``) and the cheapest slice there is, below which no bound helps (``gap_least_ms``). ``decode_share``: tokens drawn a
   second beside training over those without.
 - ``rss_a_tenant``: growth of resident memory for a tenant more than there are slots, over the bytes of its adapter and moments.
-- ``handoff_p50_ms``, ``handoff_p95_ms``: from the answer to an update to the first token that these weights draw: a snapshot of the
-  policy, its digest, its load into a slot and a prompt of 8 tokens. ``wrong_revisions``: answers that name another digest.
+- ``handoff_p50_ms``, ``handoff_p95_ms``: from the answer to an update until its weights can be sampled: the policy's adapter as a
+  durable revision of the catalog, and its load into a slot. It is the time to a first token, ``first_token_p50_ms``, less that of
+  another prompt of 8 tokens once the weights are there, ``prefill_p50_ms``. ``wrong_revisions``: answers that name another digest.
 - ``errors``: requests that failed.
 """
 
+import dataclasses
 import shutil
 import threading
 import time
@@ -24,20 +30,15 @@ import numpy as np
 
 from mint_jax import host
 from mint_jax.bench import timing
-from mint_jax.catalog.packed import unpack
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.metrics import Progress
 from mint_jax.models.base import Base
-from mint_jax.residency.admission import Admission
-from mint_jax.residency.residency import Residency
-from mint_jax.residency.slots import DeviceSlots
-from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
-from mint_jax.service.calls import Call, Create, ForwardBackward, Optim
-from mint_jax.service.durable import Durable
+from mint_jax.service.calls import Call, Create, ForwardBackward, Optim, Save
 from mint_jax.service.loop import Loop
-from mint_jax.service.snapshots import Snapshots
-from mint_jax.train.blocks import BlockShape, Datum
+from mint_jax.service.server import Server, Sizes
+from mint_jax.train import held
+from mint_jax.train.blocks import BlockShape, Datum, Work
 from mint_jax.train.live import NO_LOSS, Live
 from mint_jax.train.state import OptimizerConfig
 
@@ -47,8 +48,10 @@ WAIT_S = 600.0
 class _Tenants:
     """Clients of one server, each with a policy of its own."""
 
-    def __init__(self, config: Any, base: Base, durable: Durable):
-        self.config, self.base, self.durable = config, base, durable
+    def __init__(self, config: Any, server: Server):
+        self.config, self.server = config, server
+        self.base, self.durable = server.base, server.durable
+        self.session = server.book.open_session("bench", {})
         self.errors = 0
         self._rng = np.random.default_rng(config.seed)
         self._sent: dict[str, int] = {}
@@ -59,7 +62,8 @@ class _Tenants:
         ids = []
         for call in calls:
             with self._lock:
-                self._sent[name] = number = self._sent.get(name, 0) + 1
+                self._sent[name] += 1
+                number = self._sent[name]
             ids.append(self.durable.submit(name, number, call, wait_s=None))
         return ids
 
@@ -72,9 +76,13 @@ class _Tenants:
                 self.errors += 1
         self.durable.futures.acknowledge(ids)
 
-    def join(self, name: str) -> None:
-        c = self.config
-        self.wait(self.send(name, Create(AdapterConfig(c.rank, 2.0 * c.rank, tuple(c.targets)), len(self._sent))))
+    def join(self) -> str:
+        """A new tenant's policy."""
+        c, number = self.config, len(self._sent)
+        name = self.server.book.add_model(self.session, number, f"tenant {number}", {}).id
+        self._sent[name] = 0
+        self.wait(self.send(name, Create(AdapterConfig(c.rank, 2.0 * c.rank, tuple(c.targets)), number)))
+        return name
 
     def data(self) -> ForwardBackward:
         made = []
@@ -166,6 +174,54 @@ def _flood(config: Any, tenants: _Tenants, small: str, large: str) -> dict[str, 
     }
 
 
+def _fair(config: Any, tenants: _Tenants, names: Sequence[str]) -> dict[str, Any]:
+    """Tenants of equal weight that never wait for each other."""
+
+    def busy(name: str, out: list[float]) -> None:
+        for _ in range(config.fair_rounds):
+            began = time.perf_counter()
+            tenants.round(name)
+            out.append(time.perf_counter() - began)
+
+    found: dict[str, Any] = {"fair_rounds": config.fair_rounds}
+    for count in [count for count in config.tenants if count > 1]:
+        times: dict[str, list[float]] = {name: [] for name in ("alone", *names[:count])}
+        busy(names[0], times["alone"])
+        threads = [threading.Thread(target=busy, args=(name, times[name])) for name in names[:count]]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        worst = max(names[:count], key=lambda name: np.percentile(times[name], 95))
+        found[f"fair_p95_ratio_{count}"] = timing.percentile_ratio(times, worst, "alone", 95)
+    return found
+
+
+def _unembedding(config: Any, base: Base) -> dict[str, Any]:
+    """Training with and without the unembedding among the targets: programs of their own, at the bench's widest step."""
+    shape = max((BlockShape(*shape) for shape in config.shapes), key=lambda shape: shape.size)
+    adapter = AdapterConfig(config.rank, 2.0 * config.rank)
+    rng = np.random.default_rng(config.seed)
+
+    def side(targets: Sequence[str]) -> Callable[[], None]:
+        live = Live(base, {adapter.bucket: shape.blocks}, targets, [shape])
+        names = [f"{i}" for i in range(live.shapes[0].blocks)]
+        for i, name in enumerate(names):
+            live.join(name, held.fresh(live.specs, dataclasses.replace(adapter, targets=live.targets), i))
+        tokens = rng.integers(0, base.cfg.vocab_size, shape.tokens + 1).astype(np.int32)
+        datum = Datum(tokens[:-1], tokens[1:], np.ones(shape.tokens, np.float32))
+
+        def call() -> None:
+            live.step([Work(name, [datum] * shape.rows, NO_LOSS) for name in names])
+            live.optim({name: OptimizerConfig(1e-4) for name in names})
+
+        return call
+
+    sides = {"with": side((*config.targets, "unembed")), "without": side(config.targets)}
+    times = timing.in_turn("unembedding", sides, config.n)
+    return {"unembedding_ratio": timing.ratio(times, "with", "without"), "unembedding_step": list(shape)}
+
+
 def _gaps(config: Any, tenants: _Tenants, loop: Loop, names: Sequence[str]) -> dict[str, Any]:
     """Rows decode, in turn with and without training beside them."""
     rng = np.random.default_rng(config.seed)
@@ -204,20 +260,35 @@ def _gaps(config: Any, tenants: _Tenants, loop: Loop, names: Sequence[str]) -> d
     }
 
 
-def _handoff(config: Any, tenants: _Tenants, loop: Loop, snapshots: Snapshots, name: str) -> dict[str, Any]:
+def _handoff(config: Any, tenants: _Tenants, name: str) -> dict[str, Any]:
     """An update, and at once a token of the policy as it then is."""
-    seconds, wrong, prompt = [], 0, tuple(range(8))
+    first, prefill, wrong, server = [], [], 0, tenants.server
+    rng = np.random.default_rng(config.seed)
+
+    def draw(digest: str) -> int:
+        """Whether a token was drawn by other weights."""
+        prompt = tuple(rng.integers(0, tenants.base.cfg.vocab_size, 8).tolist())
+        [answer] = server.engine.submit(Request(prompt, revision=digest, max_tokens=1, temperature=1.0, stop_ids=())).result(WAIT_S)
+        return answer.revision != digest
+
     for k in range(config.handoffs + 1):  # the first compiles the write of its shapes
         tenants.round(name)
         began = time.perf_counter()
-        digest = snapshots.take(name, name).result(WAIT_S)
-        [answer] = loop.engine.submit(Request(prompt, revision=digest, max_tokens=1, temperature=1.0, stop_ids=())).result(WAIT_S)
-        seconds += [time.perf_counter() - began][: k > 0]
-        wrong += answer.revision != digest
-        snapshots.drop(digest)
+        [id] = tenants.send(name, Save("sampler_weights", None, f"{tenants.session}:sample:{k}"))
+        told = tenants.durable.result(id, WAIT_S)
+        digest = server.book.sampler(server.book.owner(name), told["sampling_session_id"]).digest
+        assert digest is not None
+        wrong += draw(digest)
+        drawn = time.perf_counter()
+        wrong += draw(digest)
+        first += [drawn - began][: k > 0]
+        prefill += [time.perf_counter() - drawn][: k > 0]
+    handoff = [x - y for x, y in zip(first, prefill)]
     return {
-        "handoff_p50_ms": timing.percentile(seconds, 50, 1e3),
-        "handoff_p95_ms": timing.percentile(seconds, 95, 1e3),
+        "handoff_p50_ms": timing.percentile(handoff, 50, 1e3),
+        "handoff_p95_ms": timing.percentile(handoff, 95, 1e3),
+        "first_token_p50_ms": timing.percentile(first, 50, 1e3),
+        "prefill_p50_ms": timing.percentile(prefill, 50, 1e3),
         "wrong_revisions": wrong,
     }
 
@@ -225,46 +296,40 @@ def _handoff(config: Any, tenants: _Tenants, loop: Loop, snapshots: Snapshots, n
 def _memory(config: Any, tenants: _Tenants, live: Live) -> dict[str, Any]:
     """Tenants beyond the slots, each of which trains once."""
     per: list[float] = []
-    for i in range(config.memory_tenants):
+    for _ in range(config.memory_tenants):
         before = host.rss_bytes()
-        tenants.join(f"memory {i}")
-        tenants.round(f"memory {i}")
+        name = tenants.join()
+        tenants.round(name)
         per.append(host.rss_bytes() - before)
-    one = live.held("memory 0")
+    one = live.held(name)
     return {"rss_a_tenant": timing.mean(x / one.nbytes for x in per), "tenant_mb": round(one.nbytes / 1e6, 1)}
 
 
 def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], **_: Any) -> dict[str, Any]:
     """Runs the bench; returns its report."""
     base = open_base(config)
-    shapes = [BlockShape(*shape) for shape in config.shapes]
-    bucket, targets = AdapterConfig(config.rank).bucket, tuple(config.targets)
-    live = Live(base, {bucket: config.slots}, targets, shapes, folder=workdir / "spilled")
-    slots = DeviceSlots(live.specs, {bucket: 2}, targets)
-    admission = Admission(base.fingerprint, live.specs, {bucket: slots.targets(bucket)})
-    residency = Residency(lambda digest: snapshots.fetch(digest), unpack, admission, slots, 1 << 30)
-    loop = Loop(Engine(base, rows=(config.decode.rows,)), live, residency, gap_s=config.gap_s)
-    snapshots = Snapshots(loop.training)
-    progress = Progress("compiling", 2)
-    live.warm()
-    progress.update(1)
-    loop.engine.warm(residency.stacks)
-    progress.update(2)
-    durable = Durable(workdir / "server", loop.training)
+    bucket = AdapterConfig(config.rank).bucket
+    sizes = Sizes(
+        slots={bucket: config.slots},
+        adapters={bucket: 2},
+        shapes=[BlockShape(*shape) for shape in config.shapes],
+        max_rows=config.decode.rows,
+        gap_s=config.gap_s,
+    )
+    folder = workdir / "server"
+    shutil.rmtree(folder, ignore_errors=True)
+    server = Server(base, folder, sizes)
+    server.warm(lambda what, done, total: Progress("compiling", total).update(done, what))
     try:
-        with loop.running():
-            tenants = _Tenants(config, base, durable)
-            names = [f"tenant {i}" for i in range(max(*config.tenants, 2))]
-            for name in names:
-                tenants.join(name)
-            found = _shared(config, tenants, names) | _flood(config, tenants, *names[:2]) | _gaps(config, tenants, loop, names)
-            found |= _handoff(config, tenants, loop, snapshots, names[0]) | _memory(config, tenants, live)
+        with server.running():
+            tenants = _Tenants(config, server)
+            names = [tenants.join() for _ in range(max(*config.tenants, 2))]
+            found = _shared(config, tenants, names) | _flood(config, tenants, *names[:2]) | _gaps(config, tenants, server.loop, names)
+            found |= _fair(config, tenants, names) | _handoff(config, tenants, names[0]) | _memory(config, tenants, server.live)
     finally:
-        durable.close()
-        snapshots.close()
-        residency.close()
-        for folder in ("server", "spilled"):
-            shutil.rmtree(workdir / folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
+    found |= _unembedding(config, base)
+    live = server.live
     multiply = timing.Matmul()
     seconds = timing.medians(timing.in_turn("matmul", {"matmul": multiply}, config.n))["matmul"]
     tokens = config.sequences * config.tokens

@@ -18,6 +18,8 @@ from typing import Any
 import jax
 import psutil
 
+from mint_jax.digest import blake3_of
+
 ROOT = Path(__file__).parents[2]
 CODE = ("mint_jax", "pallas_kernels", "configs", "pyproject.toml", "constraints")
 ALWAYS = ("jax", "jaxlib", "numpy")
@@ -44,6 +46,15 @@ def code() -> dict[str, Any]:
     """The commit of what runs, and whether there are changes on top of it; None for both outside a checkout."""
     commit = _git("log", "-1", "--format=%H", "--", *CODE)
     return {"commit": commit, "dirty": bool(_git("status", "--porcelain", "--", *CODE)) if commit else None}
+
+
+def changes() -> str | None:
+    """A digest of what runs here and no commit has; None without such changes, or outside a checkout."""
+    if not code()["dirty"]:
+        return None
+    added = (_git("ls-files", "--others", "--exclude-standard", "--", *CODE) or "").splitlines()
+    texts = [(_git("diff", "HEAD", "--", *CODE) or "").encode(), *((ROOT / name).read_bytes() for name in added)]
+    return blake3_of(b"\0".join(texts))
 
 
 def versions() -> dict[str, str]:

@@ -417,17 +417,18 @@ def _rows(rows: Iterable[Row]) -> str:
 def _fill(template: str, report: str, reports: Reports, spread: list[str]) -> str:
     """A template with its fields; intervals and n go to ``spread``."""
 
-    def fill(match: re.Match) -> str:
-        found = reports.field(match[1] or report, match[2])
-        if match[3] in PLAIN:
-            return PLAIN[match[3]](found)
-        number, unit = MEASURED[match[3]]
-        if timing.is_figure(found):
-            low, high = map(number, found["interval"])
-            spread.append(f"{low} to {high}, {found['n']:,}")
-        return number(timing.value(found)) + unit
+    return _FIELD.sub(lambda match: shown(reports.field(match[1] or report, match[2]), match[3], spread), template)
 
-    return _FIELD.sub(fill, template)
+
+def shown(found: Any, kind: str, spread: list[str]) -> str:
+    """A number or figure in a format of ``MEASURED`` or ``PLAIN``; interval and n of one that was measured go to ``spread``."""
+    if kind in PLAIN:
+        return PLAIN[kind](found)
+    number, unit = MEASURED[kind]
+    if timing.is_figure(found):
+        low, high = map(number, found["interval"])
+        spread.append(f"{low} to {high}, {found['n']:,}")
+    return number(timing.value(found)) + unit
 
 
 def _quickstart() -> str:
@@ -590,14 +591,14 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def render(text: str) -> str:
+def render(text: str, made_by: Mapping[str, Callable[[], str]] = TABLES) -> str:
     """A page with its tables made anew; those of replay and of the pods once all of their reports are measured with a stamp."""
     parts = {"pods": f"{PODS.name}/", "replay": f"{CPU.name}/grpo_moe"}
 
     def made(match: re.Match) -> str:
         if any(name.startswith(parts.get(match[2], " ")) for name in unstamped()):
             return match[0]
-        return match[1] + TABLES[match[2]]() + match[3]
+        return match[1] + made_by[match[2]]() + match[3]
 
     return _BLOCK.sub(made, text)
 

@@ -79,6 +79,11 @@ class Tokenizer:
         """What decides how a prompt becomes tokens: the tokenizer's JSON and the chat template's text, None without one."""
         return self._fast.to_str(), self._template_source
 
+    @property
+    def chats(self) -> bool:
+        """Whether the checkpoint has a chat template."""
+        return self._template_source is not None
+
     def render(self, messages: list[Message], generation_prompt: bool = True, **variables: Any) -> str:
         """The text of a conversation by the checkpoint's chat template, which sees what ``transformers`` shows it.
 

@@ -7,9 +7,11 @@ JOBS = {
     "evaluate": "mint_jax.jobs.evaluate",
     "sample": "mint_jax.jobs.sample",
     "score": "mint_jax.jobs.score",
+    "serve": "mint_jax.jobs.serve",
     "bench": "mint_jax.jobs.bench",
     "pretrain": "mint_jax.jobs.pretrain",
     "scale_up": "mint_jax.jobs.scale_up",
     "schedule": "mint_jax.jobs.schedule",
+    "sweep": "mint_jax.jobs.sweep",
 }
-ALONE = ("bench", "pretrain", "schedule")  # run in one process: files in, files out, or a measurement of one machine
+ALONE = ("bench", "pretrain", "schedule", "sweep")  # run in one process: files in, files out, or a measurement of one machine

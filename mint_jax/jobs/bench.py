@@ -25,8 +25,13 @@ BENCHES = (
     "revision_stores",
     "engine",
     "active_wave",
+    "train_wave",
+    "cold_staircase",
+    "hot_set",
+    "fleet_model",
     "journal",
     "service",
+    "service_load",
 )
 
 

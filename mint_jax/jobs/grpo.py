@@ -151,6 +151,7 @@ class Settings(settings.Training):
         eval: how policies are evaluated before and after training.
         router_noise: spread of the noise on the weights of the trainer's routers, for studies of replay.
         trainer_dtype: of a base of the trainer's own, where it is to differ from the sampler's, for the same studies.
+        trainer_quantise: of that base: int8, float8, or empty for none; not set: as the sampler's.
         policies: by name.
     """
 
@@ -164,6 +165,7 @@ class Settings(settings.Training):
     eval: HeldOut = HeldOut()
     router_noise: float = 0.0
     trainer_dtype: str = ""
+    trainer_quantise: str | None = None
     policies: dict[str, Policy]
 
 
@@ -345,16 +347,17 @@ class ConcurrentGrpo:
 def trained_through(base: Base, config: Config) -> Base:
     """The base as the trainer sees it: the sampler's own, unless the config asks for a mismatch of the two to be studied.
 
-    ``router_noise`` gives the trainer routers with other weights. ``trainer_dtype`` gives it a base of its own in that dtype, which
-    costs the memory of a second base.
+    ``router_noise`` gives the trainer routers with other weights. ``trainer_dtype`` and ``trainer_quantise`` give it a base of its
+    own in that form, which costs the memory of a second base.
 
     Raises:
         UserError: noise for a base without experts.
     """
-    dtype = config.trainer_dtype
-    if dtype and DTYPES.get(dtype) != base.dtype:
-        own = base_lib.load(config.base, base.mesh, dtype, quantise=config.quantise, kernels=base.cfg.kernels)
-        common.say(f"the trainer has a base of its own in {dtype}: {own.nbytes / 1e6:.0f} MB more")
+    dtype, quantise = config.trainer_dtype or config.dtype, config.get("trainer_quantise")
+    quantise = config.quantise if quantise is None else quantise
+    if DTYPES.get(dtype) != base.dtype or quantise != config.quantise:
+        own = base_lib.load(config.base, base.mesh, dtype, quantise=quantise, kernels=base.cfg.kernels)
+        common.say(f"the trainer has a base of its own in {quantise or dtype}: {own.nbytes / 1e6:.0f} MB more")
         base = own
     std = config.router_noise
     if not std:

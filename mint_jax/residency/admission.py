@@ -47,6 +47,10 @@ class Admission:
     def __init__(self, base: str, base_specs: Any, held: Mapping[int, set[str]], finite: Container[str] = ()):
         self.base, self.base_specs, self.held, self.finite = base, base_specs, dict(held), finite
 
+    def bucket(self, rank: int) -> int | None:
+        """The smallest rank bucket that there are slots of for adapters of a rank; None where all are too small."""
+        return min((bucket for bucket in self.held if bucket >= rank), default=None)
+
     def check(self, digest: str, adapter: Any, schema: Any) -> int:
         """Whether an unpacked adapter may take a slot.
 
@@ -62,7 +66,8 @@ class Admission:
         what, config = f"revision {digest[:12]}", schema.config
         if schema.base != self.base:
             raise UserError(f"{what} was trained on base {schema.base[:12]}, this is {self.base[:12]}: load it where its own base is")
-        if config.bucket not in self.held:
+        bucket = self.bucket(config.rank)
+        if bucket is None:
             have = ", ".join(map(str, sorted(self.held))) or "none"
             raise UserError(f"{what} has rank {config.rank}; there are slots for rank buckets {have}: configure some for {config.bucket}")
         for path, leaf in params_lib.leaves_with_path(adapter):
@@ -70,7 +75,7 @@ class Admission:
                 raise UserError(f"{what}: {path} is stored as {np.asarray(leaf).dtype.name}; expected one of {', '.join(DTYPES)}")
         bound = lora_tree.check_fits(adapter, config, self.base_specs, what, digest not in self.finite)
         paths = {path.rsplit("/", 1)[0] for path, _ in params_lib.leaves_with_path(adapter)}
-        if homeless := sorted(paths - self.held[config.bucket]):
+        if homeless := sorted(paths - self.held[bucket]):
             raise UserError(f"{what} adapts {homeless[0]}, which the slots do not hold: configure it among their targets")
         if not bound:
             raise UserError(f"{what}: no module binds; the adapter is empty")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mint_jax.digest import blake3_alone
+from mint_jax.errors import UserError
 from mint_jax.residency.admission import Admission, verify
 from mint_jax.residency.host_cache import HostCache
 from mint_jax.residency.metrics import Metrics
@@ -74,10 +75,23 @@ class HostTier:
             if kept:
                 self.cache.release(digest)
 
+    def offer(self, digest: str, buffer: np.ndarray, tenant: str) -> bool:
+        """Gives the cache a revision that is in memory already; whether it has it. What does not fit in is told when it is asked for."""
+        if self.cache.lease(digest) is None:
+            try:
+                if not self._admitted(digest, buffer, tenant, self._clock())[-1]:
+                    return False
+            except UserError:
+                return False
+        self.cache.release(digest)
+        return True
+
     def _from_storage(self, digest: str, tenant: str) -> tuple[np.ndarray, Any, Any, bool]:
-        """Bytes, views, schema, and whether the cache keeps them; then they are leased."""
         began = self._clock()
-        fetched = self._fetch(digest)
+        return self._admitted(digest, self._fetch(digest), tenant, began)
+
+    def _admitted(self, digest: str, fetched: np.ndarray, tenant: str, began: float) -> tuple[np.ndarray, Any, Any, bool]:
+        """Bytes, views, schema, and whether the cache keeps them; then they are leased."""
         buffer = self.cache.reserve(digest, fetched, tenant)
         kept = buffer is not None
         if buffer is None:

@@ -104,6 +104,10 @@ class ColdLoads:
     def __len__(self) -> int:
         return len(self._loads)
 
+    def digests(self) -> list[str]:
+        """Of all that are not finished."""
+        return list(self._loads)
+
     def find(self, digest: str) -> Load | None:
         """The unfinished load of a revision."""
         return self._loads.get(digest)

@@ -47,6 +47,7 @@ class Residency:
         metrics: where to count.
         digest_of: the revision digest of packed bytes; by default BLAKE3, on all cores while the engine waits for loads or where
             the workers have no niceness, else in the worker's thread, whose priority it keeps.
+        wrote: called with (digest, tenant, seconds) for each piece of an adapter once it is in its slot; the loop waits for that.
     """
 
     def __init__(
@@ -66,12 +67,15 @@ class Residency:
         metrics: Metrics | None = None,
         digest_of: Callable[[np.ndarray], str] | None = None,
         niceness: int = 10,
+        wrote: Callable[[str, str, float], None] | None = None,
     ):
+        self._wrote = wrote
         self.metrics = metrics or Metrics()
         self._clock = clock
         evicted = self.metrics.evictions
         self.host = HostCache(host_bytes, quotas, half_life_s, clock, lambda digest: evicted.labels("host").inc())
         self._niceness, self._idle = niceness, 0  # the second counts engines that wait
+        self._admission = admission
         digest_of = digest_of or self._blake3
         self._tier = HostTier(self.host, fetch, unpack, admission, self.metrics, digest_of, clock)
         self.slots = slots
@@ -125,6 +129,10 @@ class Residency:
                     return False
         return True
 
+    def offer(self, digest: str, buffer: np.ndarray, tenant: str = "default") -> bool:
+        """A hint with the packed bytes, which must not change later: as ``prefetch``, and nothing is fetched. Whether the host has them."""
+        return self._tier.offer(digest, buffer, tenant) and self.prefetch(digest, tenant)
+
     def pin(self, digest: str, tenant: str = "default") -> bool:
         """Brings a revision to host and slot and keeps it there. False where the queue is full: the pin then holds from its arrival."""
         with self._lock:
@@ -176,8 +184,12 @@ class Residency:
             if budget_bytes is not None and spent and spent + piece > budget_bytes:
                 break
             try:
+                began = time.perf_counter()
                 others.write(staged.number)
                 whole = self.slots.write(staged)
+                if self._wrote is not None:
+                    self.slots.settle(staged.slot.bucket)
+                    self._wrote(load.digest, load.tenant, time.perf_counter() - began)
             except Exception as error:
                 self._end(load, error)
                 raise
@@ -300,7 +312,9 @@ class Residency:
             self.metrics.queue_wait.observe(max(0.0, began - load.submitted_at))
         with self._tier.lend(load.digest, load.tenant) as (adapter, schema, cold, nbytes):
             load.cold, load.nbytes, load.modules = cold, nbytes, modules_of(adapter)
-            if (slot := self._slot_for(load, schema.config.bucket)) is None:
+            bucket = self._admission.bucket(schema.config.rank)
+            assert bucket is not None, "it was admitted"
+            if (slot := self._slot_for(load, bucket)) is None:
                 return
             with others.staging(load.digest, slot) as number:
                 staged = self.slots.stage(slot, adapter, schema.config)

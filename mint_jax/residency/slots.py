@@ -128,6 +128,10 @@ class DeviceSlots:
         staged.written += 1
         return staged.written == staged.pieces
 
+    def settle(self, bucket: int) -> None:
+        """Waits until what was written into a bucket's slots is there."""
+        jax.block_until_ready(self.stacks[bucket])
+
     def _program(self, bucket: int, arrays: Mapping[str, jax.Array], pieces: int) -> Any:
         """The compiled write of adapters of these shapes, compiled once, in the calling thread."""
         numbers = [jax.ShapeDtypeStruct((), t, sharding=self._scalar) for t in (jnp.float32, jnp.int32, jnp.int32)]

@@ -107,6 +107,10 @@ class Calls:
         """What rows drew, on the host; without the alternatives, which nobody wants, where no row has ``top``."""
         return self._all("decode", plan, steps)
 
+    def settle(self) -> None:
+        """Waits until this process's devices have done what they were told."""
+        jax.block_until_ready(self.pool)
+
     def keep(self, ids: Sequence[np.ndarray]) -> int:
         """The contents of pages on the host, in every process; the number under which they are."""
         number = next(self._numbers)

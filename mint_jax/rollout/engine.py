@@ -26,7 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 
@@ -95,6 +95,8 @@ class Beside(Protocol):
 
     def spent(self, seconds: float, tokens: Mapping[str, float]) -> None: ...
 
+    def took(self, kind: Literal["prefill", "decode"], seconds: float, tokens: Mapping[tuple[str, str | None], int]) -> None: ...
+
 
 @dataclasses.dataclass(eq=False)
 class _Job:
@@ -159,6 +161,8 @@ class Engine:
         self._residency: Residents | None = None
         self._beside: Beside | None = None
         self._tokens: Counter[str] = Counter()  # of each tenant in this turn
+        self._read: Counter[tuple[str, str | None]] = Counter()  # tokens prefilled in this turn, of each tenant and revision
+        self._read_from = 0.0  # when the first of them went to the devices
         self._commit_bytes: int | None = None
         self._jobs: list[_Job] = []
         self._inbox: list[_Job] = []
@@ -293,6 +297,22 @@ class Engine:
                     self._wake.notify_all()
                 self._thread.join()
                 self._thread, self._residency, self._beside = None, None, None
+
+    @property
+    def serves(self) -> bool:
+        """Whether the loop runs, and takes requests."""
+        return self._thread is not None and not self._stopping
+
+    def in_flight(self) -> Counter[tuple[str, str | None]]:
+        """Requests that have not ended, by tenant and revision; from any thread."""
+        return Counter((job.stream.request.tenant, job.stream.request.revision) for job in [*self._jobs, *self._inbox])
+
+    def state(self) -> dict[str, Any]:
+        """How much is under way and how much there is room for; from any thread."""
+        schedule = self._schedule
+        rows = {name: len(getattr(schedule, name)) for name in ("running", "waiting", "swapped")}
+        pages = {name: sum(getattr(part, name) for part in schedule.pages) for name in ("count", "available", "cached")}
+        return {"rows": rows | {"most": self.rows[-1]}, "pages": pages}
 
     def wake(self) -> None:
         """Tells the loop to look at what is beside it; from any thread."""
@@ -444,6 +464,7 @@ class Engine:
 
     def _turn(self) -> bool:
         """One turn of the loop; whether anything was done."""
+        self._read.clear()
         self._drop_cancelled()
         if self._residency is not None:
             self._residency.commit_ready(self._commit_bytes)
@@ -460,6 +481,9 @@ class Engine:
         while any(todo := self._schedule.to_prefill(self.blocks // self.parts, scored=True)):
             self._prefill(todo, score=True)
             reads += 1
+        if self._read and self._beside is not None:  # their seconds must not be told as those of rows that decode next
+            self.calls.settle()
+            self._beside.took("prefill", time.perf_counter() - self._read_from, self._read)
         rows = self._schedule.to_decode(self.steps, self._preempt)
         if rows:
             most = max(Counter(s.prompt.part for s, _ in rows).values())
@@ -490,7 +514,10 @@ class Engine:
     # -- calls of the device
 
     def _prefill(self, todo: list[list[tuple[Prompt, int]]], score: bool = False) -> None:
-        scores = self.calls.prefill(plans.blocks_plan(todo, self.blocks, self.table, self.calls.stacks, score))
+        plan = plans.blocks_plan(todo, self.blocks, self.table, self.calls.stacks, score)
+        if not self._read:
+            self._read_from = time.perf_counter()
+        scores = self.calls.prefill(plan)
         if scores is not None:
             for part, blocks in enumerate(todo):
                 for k, (prompt, i) in enumerate(blocks):
@@ -500,26 +527,34 @@ class Engine:
         for prompt, i in itertools.chain(*todo):
             self.counts["prefilled_tokens"] += len(prompt.blocks[i].tokens)
             self._tokens[prompt.request.tenant] += len(prompt.blocks[i].tokens)
+            self._read[prompt.request.tenant, prompt.request.revision] += len(prompt.blocks[i].tokens)
 
     def _decode(self, running: list[tuple[Sample, int]], rows: int) -> None:
         plan, places = plans.rows_plan(running, rows, self.parts, self.table, self.base.cfg.vocab_size, self.calls.stacks)
         steps = 1 if any(sample.matcher is not None for sample, _ in running) else self.steps
         if self._schedule.waiting or self._schedule.swapped:  # someone can have the row that is the first to reach its limit
             steps = min(steps, *(sample.limit - sample.own for sample, _ in running))
+        began = time.perf_counter()
         drawn = self.calls.decode(plan, steps)
+        seconds, tokens = time.perf_counter() - began, Counter[tuple[str, str | None]]()
         self.counts["decodes"] += 1
         self.counts["drawn_tokens"] += int(drawn.count.sum())
         for (sample, _), r in zip(running, places):
             n, kept = int(drawn.count[r]), sample.prompt.request.top_logprobs
             self._tokens[sample.prompt.request.tenant] += DRAWN * n
+            tokens[sample.prompt.request.tenant, sample.prompt.request.revision] += n
             new = drawn.tokens[r, :n].tolist()
             sample.tokens += new
             sample.logprobs += drawn.logprobs[r, :n].tolist()
             sample.drawn_logprobs += drawn.drawn_logprobs[r, :n].tolist()
+            top = None
             if kept:
                 pairs = zip(drawn.top_ids[r, :n, :kept].tolist(), drawn.top_logprobs[r, :n, :kept].tolist())
-                sample.top += [list(zip(*pair)) for pair in pairs]
-            sample.owner.stream.put(Piece(sample.number, new, sample.logprobs[len(sample.logprobs) - n :]))
+                top = [list(zip(*pair)) for pair in pairs]
+                sample.top += top
+            sample.owner.stream.put(Piece(sample.number, new, sample.logprobs[len(sample.logprobs) - n :], top))
+        if self._beside is not None and running:
+            self._beside.took("decode", seconds, tokens)
         for (sample, _), r in zip(running, places):
             end, text = (None, None) if sample.stops is None else sample.stops.look(sample.tokens)
             if end is not None:

@@ -31,11 +31,28 @@ class Create:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ForwardBackward:
-    """See ``training.Training.forward_backward``."""
+    """See ``training.Training.forward_backward``.
+
+    Attributes:
+        columns: for each datum whose targets are told in another shape than they have here, ``[N, K]`` int32: which target of its row
+            is each cell's; else None.
+    """
 
     data: Sequence[Datum]
     loss: LossCoefs
     backward: bool = True
+    columns: Sequence[np.ndarray | None] | None = None
+
+    def told(self, trained: Trained) -> Trained:
+        """What it gave, in the shape in which it is told."""
+        if self.columns is None:
+            return trained
+
+        def spread(arrays: list[np.ndarray]) -> list[np.ndarray]:
+            return [x if c is None else np.take_along_axis(x, c, 1) for x, c in zip(arrays, self.columns or (), strict=True)]
+
+        elementwise = None if trained.elementwise is None else spread(trained.elementwise)
+        return Trained(spread(trained.logprobs), trained.loss, elementwise)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +62,53 @@ class Optim:
     numbers: OptimizerConfig
 
 
-Call = Create | ForwardBackward | Optim
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """Gives a policy the state of a checkpoint, and takes it into training where it is not.
+
+    Attributes:
+        path: see ``checkpoints.Path``.
+        optimizer: AdamW's moments too; else the adapter alone.
+        tenant: who asks.
+    """
+
+    path: str
+    optimizer: bool
+    tenant: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Save:
+    """Keeps a policy as it is once all that was asked of it before has run.
+
+    Attributes:
+        kind: see ``checkpoints.Kind``.
+        name: the checkpoint's; None keeps it for a sampler alone.
+        sampler: who samples these weights, where somebody does.
+        ttl_s: seconds until it is gone; None: never.
+        overwrite: an older one of this name goes.
+        metadata: the user's.
+        recipients: age public keys to which an external checkpoint is encrypted; none: it is not.
+    """
+
+    kind: str
+    name: str | None
+    sampler: str | None = None
+    ttl_s: int | None = None
+    overwrite: bool = False
+    metadata: dict[str, Any] | None = None
+    recipients: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """A request whose content cannot be used: its number is used up all the same, and the reason is its outcome."""
+
+    reason: str
+
+
+Call = Create | ForwardBackward | Optim | Load | Save | Refused
+PLAIN: dict[str, Any] = {"load": Load, "save": Save, "refused": Refused}  # those of JSON's own types
 
 
 def encode(call: Call) -> tuple[str, bytes]:
@@ -54,8 +117,13 @@ def encode(call: Call) -> tuple[str, bytes]:
         return "create", _json({"config": dataclasses.asdict(call.config), "seed": call.seed})
     if isinstance(call, Optim):
         return "optim", _json(dataclasses.asdict(call.numbers))
+    for name, kind in PLAIN.items():
+        if isinstance(call, kind):
+            return name, _json(dataclasses.asdict(call))
+    assert isinstance(call, ForwardBackward)
     told = {"loss": [float(x) for x in call.loss], "backward": call.backward}
-    return "forward_backward", _packed(told, {name: [getattr(d, name) for d in call.data] for name in ARRAYS})
+    columns = {name: [getattr(d, name) for d in call.data] for name in ARRAYS}
+    return "forward_backward", _packed(told, columns | ({} if call.columns is None else {"columns": call.columns}))
 
 
 def decode(name: str, body: bytes) -> Call:
@@ -70,19 +138,24 @@ def decode(name: str, body: bytes) -> Call:
         return Create(AdapterConfig(**config | {"targets": tuple(config["targets"])}), told["seed"])
     if name == "optim":
         return Optim(OptimizerConfig(**json.loads(body)))
+    if name in PLAIN:
+        fields = json.loads(body)
+        return PLAIN[name](**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
     if name != "forward_backward":
         raise UserError(f"there is no training request {name!r}: the journal is of another version of mint_jax")
     told, columns = _unpacked(body)
     kind, low, high, kl_kind, *others = told["loss"]
     loss = LossCoefs(int(kind), low, high, int(kl_kind), *others)  # type: ignore[arg-type]
+    spread = columns.pop("columns", None)
     data = [Datum(**dict(zip(columns, row))) for row in zip(*columns.values(), strict=True)]  # type: ignore[arg-type]
-    return ForwardBackward(data, loss, told["backward"])
+    return ForwardBackward(data, loss, told["backward"], spread)
 
 
 def encode_result(result: Any) -> bytes:
     """Bytes of what a call gave: ``Trained``, or numbers by name."""
     if isinstance(result, Trained):
-        return b"t" + _packed({"loss": result.loss}, {"logprobs": result.logprobs})
+        columns = {"logprobs": result.logprobs} | ({} if result.elementwise is None else {"elementwise": result.elementwise})
+        return b"t" + _packed({"loss": result.loss}, columns)
     return b"j" + _json(result)
 
 
@@ -91,7 +164,7 @@ def decode_result(body: bytes) -> Any:
     if body[:1] == b"j":
         return json.loads(body[1:])
     told, columns = _unpacked(body[1:])
-    return Trained(columns["logprobs"], told["loss"])
+    return Trained(columns["logprobs"], told["loss"], columns.get("elementwise"))
 
 
 def _json(value: Any) -> bytes:

@@ -14,15 +14,16 @@ import dataclasses
 import queue
 import threading
 import time
-from concurrent.futures import Future
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from mint_jax import files
 from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
 from mint_jax.service import calls
-from mint_jax.service.calls import Call
+from mint_jax.service.calls import Call, Load, Save
 from mint_jax.service.futures import Futures
 from mint_jax.service.table import Category, Done, Failed, Outcome, Request
 from mint_jax.service.training import Training
@@ -30,6 +31,18 @@ from mint_jax.train import held as held_lib
 from mint_jax.train.held import Held
 
 LOOK_S = 0.5  # how long the executor's thread sleeps where nothing wakes it: it looks whether it is to end
+
+
+class Unavailable(UserError):
+    """The server has failed or is being closed: ask when it is there again."""
+
+
+class Store(Protocol):
+    """Where checkpoints are: see ``checkpoints.Checkpoints``."""
+
+    def load(self, call: Load) -> Held: ...
+
+    def save(self, model: str, request: str, call: Save, held: Held) -> dict[str, Any]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +104,10 @@ class Durable:
         every: updates of a policy between two snapshots.
         every_s: seconds after which one is taken at its next request's end all the same.
         clock: monotonic seconds.
+        store: of checkpoints; None refuses to load and to save.
+        ended: called with a policy and the number of its request that has ended; with None when all have, because it was forgotten.
+        tenant_of: whom a policy's time is charged to; each policy is a tenant of its own where nothing is said.
+        heard: told, in the loop's thread, of each call that ended well, with its model and result; not of one that runs again.
         futures: options of ``Futures``.
 
     Attributes:
@@ -108,17 +125,23 @@ class Durable:
         every: int = 16,
         every_s: float = 60.0,
         clock: Any = time.monotonic,
+        store: Store | None = None,
+        tenant_of: Callable[[str], str] = str,
+        heard: Callable[[str, Call, Any], None] = lambda model, call, result: None,
+        ended: Callable[[str, int | None], None] = lambda model, number: None,
         **futures: Any,
     ):
         if every < 1 or every_s <= 0:
             raise UserError(f"every is {every} and every_s {every_s}; expected an update at least, and seconds above 0")
         self.training, self.every, self.every_s, self._clock = training, every, every_s, clock
+        self.store, self.tenant_of, self._heard, self._ended = store, tenant_of, heard, ended
+        self._saving = ThreadPoolExecutor(2, "saving")
         self.states = folder / "states"
         found = [Snapshot.read(path) for path in sorted(self.states.glob("*.safetensors"))]
         self.futures = Futures(folder / "journal", {s.model: s.place for s in found}, **futures)
         self.restored = [snapshot.model for snapshot in found]
         for snapshot in found:
-            training.do(snapshot.model, lambda live, s=snapshot: live.join(s.model, s.held))
+            training.do(snapshot.model, lambda live, s=snapshot: live.join(s.model, s.held), tenant_of(snapshot.model))
         self._policies: collections.defaultdict[str, _Policy] = collections.defaultdict(lambda: _Policy(at=clock()))
         self._lock = threading.Lock()  # of the policies
         self._ends: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -138,12 +161,18 @@ class Durable:
 
         Raises:
             Conflict, Gone, Overloaded, JournalFailed: as there.
-            UserError: the server has failed or is being closed.
+            Unavailable: the server has failed or is being closed.
         """
+        return self.futures.submit(model, seq_id, *self._encoded(call), wait_s=wait_s)
+
+    async def submit_task(self, model: str, seq_id: int, call: Call) -> str:
+        """``submit`` of an asyncio task, refused at once where the journal's queue is full."""
+        return await self.futures.submit_task(model, seq_id, *self._encoded(call))
+
+    def _encoded(self, call: Call) -> tuple[str, bytes]:
         if self.failed is not None or self._closing:
-            raise UserError(f"this server takes no more requests: {self.failed or 'it is being closed'}")
-        name, body = calls.encode(call)
-        return self.futures.submit(model, seq_id, name, body, wait_s=wait_s)
+            raise Unavailable(f"this server takes no more requests: {self.failed or 'it is being closed'}")
+        return calls.encode(call)
 
     def result(self, id: str, timeout_s: float = 0.0) -> Any:
         """What a call gave; None while it has not ended.
@@ -161,6 +190,7 @@ class Durable:
     def forget(self, model: str) -> None:
         """Ends a policy: its state, its snapshot, its requests and their results are gone."""
         self.futures.forget(model)
+        self._ended(model, None)
         with self._lock:
             self._policies.pop(model, None)
         path_of(self.states, model).unlink(missing_ok=True)
@@ -169,7 +199,7 @@ class Durable:
             if model in live:
                 live.leave(model)
 
-        self.training.do(model, leave)
+        self.training.do(model, leave, self.tenant_of(model))
 
     def close(self) -> None:
         """Ends the threads. What training has not ended runs again when this is opened next."""
@@ -177,6 +207,7 @@ class Durable:
         self._ends.put(None)
         for thread in self._threads:
             thread.join()
+        self._saving.shutdown()
         self.futures.close()
 
     # -- the executor's thread: requests to training
@@ -199,24 +230,63 @@ class Durable:
         running: list[Any] = [request, None]
         policy.running.append(running)
         try:
-            future = self._asked(request, calls.decode(request.call, request.body))
-        except UserError as reason:
+            call = calls.decode(request.call, request.body)
+            future = self._asked(request, call)
+            if not request.again:
+                future.add_done_callback(lambda future: future.exception() or self._heard(request.model, call, future.result()))
+        except (UserError, OSError) as reason:
             future = Future()
             future.set_exception(reason)
         future.add_done_callback(lambda future: self._ends.put((request.model, running, future)))
 
     def _asked(self, request: Request, call: Call) -> "Future[Any]":
-        model, training = request.model, self.training
+        model, training, tenant = request.model, self.training, self.tenant_of(request.model)
         if isinstance(call, calls.ForwardBackward):
-            return training.forward_backward(model, call.data, call.loss, model, call.backward)
+            return _then(training.forward_backward(model, call.data, call.loss, tenant, call.backward), call.told)
         if isinstance(call, calls.Optim):
-            return training.optim(model, call.numbers, model)
+            return training.optim(model, call.numbers, tenant)
+        if isinstance(call, calls.Refused):
+            raise UserError(call.reason)
+        if isinstance(call, Save):
+            return self._saved(request, call, tenant)
+        if isinstance(call, Load):
+            if self.store is None:
+                raise UserError("this server keeps no checkpoints: there is nothing to load")
+            held, told = _of_store(lambda: self.store.load(call)), {"path": call.path}  # type: ignore[union-attr]
+        else:
+            held, told = held_lib.fresh(training.live.specs, call.config, call.seed), {}
 
-        def create(live: Any) -> dict[str, Any]:
-            live.join(model, held_lib.fresh(live.specs, call.config, call.seed))
-            return {}
+        def begin(live: Any) -> dict[str, Any]:
+            if isinstance(call, Load) and model in live:
+                live.replace(model, held)
+            else:
+                live.join(model, held)
+            return told
 
-        return training.do(model, create, model)
+        return training.do(model, begin, tenant)
+
+    def _saved(self, request: Request, call: Save, tenant: str) -> "Future[Any]":
+        """Reads the policy in its turn, and writes the checkpoint beside the loop. Once is enough: ``again`` it is there already."""
+        saved: Future[Any] = Future()
+        if request.again:
+            saved.set_result({})
+            return saved
+        if (store := self.store) is None:
+            raise UserError("this server keeps no checkpoints: start it with a place for them")
+
+        def write(asked: "Future[Held]") -> None:
+            try:
+                held = asked.result()
+                saved.set_result(_of_store(lambda: store.save(request.model, request.id, call, held)))
+            except BaseException as reason:
+                saved.set_exception(reason)
+
+        def read(live: Any) -> Held:
+            return live.held(request.model).without_gradients() if call.kind == "weights" else live.adapter(request.model)
+
+        asked = self.training.do(request.model, read, tenant)
+        asked.add_done_callback(lambda asked: None if self._closing else self._saving.submit(write, asked))
+        return saved
 
     # -- the finisher's thread: results and snapshots to the disk
 
@@ -239,11 +309,13 @@ class Durable:
             while policy.running and policy.running[0][1] is not None:
                 ended.append(policy.running.popleft())
             for request, done in ended:
-                policy.since += request.call == "optim" or request.call == "create"
+                # What a checkpoint gave is kept at once: it may be gone when it is asked for again.
+                policy.since += self.every if request.call == "load" else request.call in ("optim", "create")
                 if not isinstance(done.exception(), (UserError, OSError, type(None))):
                     raise done.exception()  # nobody's mistake: what is not finished runs again when the journal is opened next
         for request, done in ended:
             self.futures.finish(request.id, outcome_of(done))
+            self._ended(model, request.seq_id)
         with self._lock:
             due = policy.since >= self.every or (policy.since and self._clock() - policy.at >= self.every_s)
             policy.wanted = policy.wanted or bool(due)
@@ -272,7 +344,7 @@ class Durable:
             if future.exception() is None:
                 self._ends.put((policy, Snapshot(model, place, future.result())))
 
-        self.training.do(model, lambda live: live.held(model), model).add_done_callback(told)
+        self.training.do(model, lambda live: live.held(model), self.tenant_of(model)).add_done_callback(told)
 
     def _fail(self, failure: BaseException) -> None:
         self.failed = failure
@@ -285,3 +357,27 @@ def outcome_of(future: "Future[Any]") -> Outcome:
     if reason is None:
         return Done(calls.encode_result(future.result()))
     return Failed(str(reason), Category.USER if isinstance(reason, UserError) else Category.SERVER)
+
+
+def _of_store(call: Callable[[], Any]) -> Any:
+    """What a store gives. A failure of it, a database that is busy say, is that of one request: no state has changed."""
+    try:
+        return call()
+    except (UserError, OSError):
+        raise
+    except Exception as reason:
+        raise OSError(f"checkpoints cannot be reached: {reason}") from reason
+
+
+def _then(future: "Future[Any]", call: Callable[[Any], Any]) -> "Future[Any]":
+    """The future of what a call makes of a future's result."""
+    made: Future[Any] = Future()
+
+    def ended(future: "Future[Any]") -> None:
+        try:
+            made.set_result(call(future.result()))
+        except BaseException as reason:
+            made.set_exception(reason)
+
+    future.add_done_callback(ended)
+    return made

@@ -49,6 +49,11 @@ class Gone(UserError):
     """No future of this id, or its result was acknowledged or has expired."""
 
 
+def unknown(id: str) -> Gone:
+    """The error for an id of which nothing is known, or nothing may be told: the two have the same words."""
+    return Gone(f"future {id[:80]!r} is not kept here: it was never given out, or its result was delivered")
+
+
 class Futures:
     """All unsettled requests, over the journal in ``folder``; may be called from any thread.
 
@@ -196,6 +201,18 @@ class Futures:
                 outcome = self._look(id)
         return outcome
 
+    def about(self, id: str) -> tuple[str, str]:
+        """The model and the call of a request.
+
+        Raises:
+            Gone: the id is unknown, or its result is no longer kept.
+        """
+        with self._lock:
+            entry = self._ids.get(id)
+        if entry is None:
+            raise unknown(id)
+        return entry.model, entry.call
+
     def delivered(self, id: str) -> None:
         """Says that the outcome has arrived at the client: from now on it is kept for ``keep_s`` only.
 
@@ -277,6 +294,10 @@ class Futures:
         ticket.result()
         return self._journal.release(min(needed, ticket.start))
 
+    def end_waits(self) -> None:
+        """Ends all waits, as if their time were over."""
+        self._waker.wake_all()
+
     def close(self) -> None:
         """Writes what is queued, and ends all waits: those for outcomes that are not there return None."""
         with self._lock:
@@ -342,7 +363,7 @@ class Futures:
             if entry is not None and self._expired(entry):
                 self._release(entry)
             if entry is None or entry.released:
-                raise Gone(f"future {id[:80]!r} is not kept here: it was never given out, or its result was delivered")
+                raise unknown(id)
             if entry.state is not State.ENDED or entry.outcome is not None:
                 return entry.outcome
         try:

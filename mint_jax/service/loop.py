@@ -9,10 +9,12 @@ import collections
 import contextlib
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Literal
 
 from mint_jax.errors import UserError
 from mint_jax.residency.residency import Residency
 from mint_jax.rollout.engine import Engine
+from mint_jax.service.costs import BASE, Costs, Payer
 from mint_jax.service.fairness import Counters
 from mint_jax.service.training import Training
 from mint_jax.train.live import Live
@@ -31,6 +33,7 @@ class Loop:
         gap_s: seconds that rows that decode may wait for a slice, where any slice is as short.
         idle_gap_s: the same while none decode.
         commit_bytes: see ``Engine.serving``.
+        costs: told what each dispatch took, and for whom.
 
     Attributes:
         training: takes requests from any thread while the loop runs.
@@ -49,6 +52,7 @@ class Loop:
         gap_s: float = 0.5,
         idle_gap_s: float = 2.0,
         commit_bytes: int | None = None,
+        costs: Costs | None = None,
     ):
         if not 0 < gap_s <= idle_gap_s:
             raise UserError(f"gap_s is {gap_s} and idle_gap_s {idle_gap_s}; expected seconds above 0, the second not below the first")
@@ -56,7 +60,8 @@ class Loop:
             raise UserError("the engine's base is another than that of live training: make both over one")
         self.engine, self.residency, self.counters = engine, residency, counters or Counters()
         self.gap_s, self.idle_gap_s, self.commit_bytes = gap_s, idle_gap_s, commit_bytes
-        self.training = Training(live, self.counters, engine.wake)
+        self.costs = costs
+        self.training = Training(live, self.counters, engine.wake, costs)
         self.gaps: collections.deque[float] = collections.deque(maxlen=KEPT_GAPS)
 
     @contextlib.contextmanager
@@ -92,3 +97,7 @@ class Loop:
 
     def spent(self, seconds: float, tokens: Mapping[str, float]) -> None:
         self.counters.charge(seconds, tokens)
+
+    def took(self, kind: Literal["prefill", "decode"], seconds: float, tokens: Mapping[tuple[str, str | None], int]) -> None:
+        if self.costs is not None:
+            self.costs.charge(kind, seconds, {Payer(tenant, digest or BASE): count for (tenant, digest), count in tokens.items()})

@@ -17,19 +17,33 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mint_jax.errors import UserError
+from mint_jax.service.costs import Costs, Payer
 from mint_jax.service.fairness import Counters
 from mint_jax.train import blocks
 from mint_jax.train.blocks import Datum, Work
 from mint_jax.train.live import Live
-from mint_jax.train.losses import LossCoefs
+from mint_jax.train.losses import KINDS, LossCoefs
 from mint_jax.train.state import OptimizerConfig
 
 
 class Trained(NamedTuple):
-    """What a forward and backward gives: of each datum the log-probabilities of its targets, and the loss, a sum."""
+    """What a forward and backward gives: of each datum the log-probabilities of its targets, and the loss, a sum.
+
+    ``elementwise``: of cross-entropy each target's own part of the loss.
+    """
 
     logprobs: list[np.ndarray]
     loss: float
+    elementwise: list[np.ndarray] | None = None
+
+    @classmethod
+    def of(cls, data: Sequence[Datum], loss: LossCoefs, logprobs: list[np.ndarray], total: float) -> "Trained":
+        """What a request gives whose log-probabilities are there."""
+        if KINDS[int(loss.kind)] != "cross_entropy":
+            return cls(logprobs, total)
+        with np.errstate(invalid="ignore", over="ignore"):  # a weight of 0 times minus infinity, or of 3e38 times some
+            elementwise = [np.where(d.weights == 0, 0, -d.weights * logp).astype(np.float32) for d, logp in zip(data, logprobs)]
+        return cls(logprobs, total, elementwise)
 
 
 @dataclasses.dataclass(eq=False)
@@ -40,6 +54,10 @@ class _Operation:
     future: "Future[Any]" = dataclasses.field(default_factory=Future)
 
 
+def _payer(operation: _Operation) -> Payer:
+    return Payer(operation.tenant, operation.policy)
+
+
 class Training:
     """The queues of all policies.
 
@@ -47,10 +65,11 @@ class Training:
         live: the policies; only ``turn`` touches them.
         counters: whose turn it is, shared with sampling.
         woken: called, from any thread, when there is something new to do.
+        costs: told what policies took.
     """
 
-    def __init__(self, live: Live, counters: Counters, woken: Callable[[], None] = lambda: None):
-        self.live, self.counters = live, counters
+    def __init__(self, live: Live, counters: Counters, woken: Callable[[], None] = lambda: None, costs: Costs | None = None):
+        self.live, self.counters, self.costs = live, counters, costs
         self._woken = woken
         self._lock = threading.Lock()
         self._inbox: list[_Operation] = []
@@ -103,6 +122,10 @@ class Training:
         """Requests that have not ended."""
         return self._count
 
+    def queued(self) -> dict[str, int]:
+        """Requests that have not ended, of each policy that has some."""
+        return {policy: len(queue) for policy, queue in list(self._queues.items())}
+
     # -- the thread that owns the devices
 
     def turn(self, bound_s: float | None = None) -> bool:
@@ -154,14 +177,19 @@ class Training:
             return
         step = self.live.step([one.what for one in ready], bound_s)  # type: ignore[misc]
         shares: collections.Counter[str] = collections.Counter()
-        tenants = {id(one.what): one.tenant for one in ready}
+        payers, tokens = {id(one.what): _payer(one) for one in ready}, collections.Counter[Payer]()
         for block in step.blocks:
-            shares[tenants[id(block.work)]] += blocks.used([block])
+            tokens[payers[id(block.work)]] += blocks.used([block])
+        for payer, count in tokens.items():
+            shares[payer.tenant] += count
         self.counters.charge(step.seconds, shares)
+        self._charge(ready)
+        if self.costs is not None:
+            self.costs.charge("train", step.seconds, tokens)
         for one in ready:
             work: Work = one.what  # type: ignore[assignment]
             if not work.left:
-                self._end(one, Trained(work.logprobs, work.loss))  # type: ignore[arg-type]
+                self._end(one, Trained.of(work.data, work.coefs, work.logprobs, work.loss))  # type: ignore[arg-type]
 
     def _here(self, ready: list[_Operation]) -> list[_Operation]:
         """Those whose policy is in training; of the others the future fails."""
@@ -187,8 +215,19 @@ class Training:
         seconds = time.perf_counter() - began
         self._update_s = seconds / len(heads)
         self.counters.charge(seconds, collections.Counter(one.tenant for one in heads))
+        moved = self._charge(heads)
+        if self.costs is not None:
+            self.costs.charge("update", seconds - moved, dict.fromkeys(map(_payer, heads), 1))
         for one in heads:
             self._end(one, told[one.policy])
+
+    def _charge(self, operations: Sequence[_Operation]) -> float:
+        """Tells what it took to bring policies to their slots; how long that was of all together."""
+        payers, moved = {one.policy: _payer(one) for one in operations}, self.live.brought()
+        if self.costs is not None:
+            for policy, seconds in moved.items():
+                self.costs.charge("load", seconds, {payers[policy]: 1})
+        return sum(moved.values())
 
     def _call(self, head: _Operation, call: Callable[[Live], Any]) -> None:
         """Mistakes, and disks that fail, are told to who asked; others go on."""
@@ -198,7 +237,11 @@ class Training:
             result = call(self.live)
         except (UserError, OSError) as reason:
             refused = reason
-        self.counters.charge(time.perf_counter() - began, {head.tenant: 1.0})
+        seconds = time.perf_counter() - began
+        self.counters.charge(seconds, {head.tenant: 1.0})
+        self.live.brought()  # is a part of these seconds
+        if self.costs is not None:
+            self.costs.charge("load", seconds, {_payer(head): 1})
         if refused is not None:
             self._fail(head, refused)
         else:

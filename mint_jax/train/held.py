@@ -62,8 +62,10 @@ class Held:
             notes: JSON that goes with it, for ``notes_of``.
         """
         tensors = {f"{name}/{path}": np.ascontiguousarray(array) for name, part in self.parts.items() for path, array in part.items()}
-        told = {"config": dataclasses.asdict(self.config)} | {name: getattr(self, name) for name in ("count", "steps", "skipped")}
-        return safetensors.numpy.save(tensors, {"training_state": json.dumps(told), "notes": json.dumps(dict(notes or {}))})
+        told = {"config": dataclasses.asdict(self.config), "notes": dict(notes or {})}
+        told |= {name: getattr(self, name) for name in ("count", "steps", "skipped")}
+        # One entry: of several, safetensors writes now this and now that one first, and equal states would have different bytes.
+        return safetensors.numpy.save(tensors, {"training_state": json.dumps(told)})
 
     @classmethod
     def from_bytes(cls, data: bytes, what: str) -> "Held":
@@ -77,7 +79,7 @@ class Held:
             tensors = safetensors.numpy.load(data)
         except (ValueError, KeyError, TypeError, safetensors.SafetensorError) as reason:
             raise UserError(f"{what} is no training state of mint_jax ({reason}): give a file that it wrote") from None
-        config = told.pop("config")
+        config, _ = told.pop("config"), told.pop("notes")
         parts: dict[str, dict[str, np.ndarray]] = {}
         for name, array in tensors.items():
             part, path = name.split("/", 1)
@@ -87,7 +89,7 @@ class Held:
 
 def notes_of(data: bytes) -> dict[str, Any]:
     """The notes that ``Held.to_bytes`` was given."""
-    return json.loads(_metadata(data)["notes"])
+    return json.loads(_metadata(data)["training_state"])["notes"]
 
 
 def _metadata(data: bytes) -> dict[str, str]:

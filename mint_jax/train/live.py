@@ -157,8 +157,10 @@ class Live:
         self._policies: dict[str, _Policy] = {}
         self._free = {bucket: list(range(n))[::-1] for bucket, n in self.slots.items()}
         self._clock = 0
+        self._brought: collections.defaultdict[str, float] = collections.defaultdict(float)
         with jax.set_mesh(base.mesh):
             self.state: State = _empty(base.cfg, tuple(self.slots.items()), self.targets)
+        self._one_slot = {bucket: jax.eval_shape(_in_bucket, stack, np.int32(0)) for bucket, stack in self.state.items()}
 
     # -- who is there
 
@@ -224,6 +226,13 @@ class Live:
         """``slot``, ``host`` or ``disk``."""
         policy = self._known(name)
         return "slot" if policy.slot is not None else "host" if isinstance(policy.held, Held) else "disk"
+
+    def names(self) -> list[str]:
+        return list(self._policies)
+
+    def places(self) -> dict[str, int]:
+        """How many policies are in a ``slot``, on the ``host`` and on ``disk``."""
+        return dict(collections.Counter(map(self.where, list(self._policies))))
 
     # -- what is computed
 
@@ -365,9 +374,17 @@ class Live:
             self._known(name).used = self._clock
         for name in wanted:
             if self._policies[name].slot is None:
+                began = time.perf_counter()
                 self._bring(self._policies[name])
+                jax.block_until_ready(self.state[self._policies[name].bucket])  # not to be measured as a part of what is computed next
+                self._brought[name] += time.perf_counter() - began
         self._spill()
         return {name: Slot(self._policies[name].bucket, self._policies[name].slot) for name in wanted}  # type: ignore[arg-type]
+
+    def brought(self) -> dict[str, float]:
+        """Seconds in which policies were brought to slots since this was asked last."""
+        out, self._brought = dict(self._brought), collections.defaultdict(float)
+        return out
 
     def _bring(self, policy: _Policy) -> None:
         free = self._free[policy.bucket]
@@ -394,7 +411,7 @@ class Live:
 
     def _padded(self, policy: _Policy) -> OneSlot:
         """A state as its slot holds it: zeros for what it does not have."""
-        held, shapes = policy.held, jax.eval_shape(_in_bucket, self.state[policy.bucket], np.int32(0))
+        held, shapes = policy.held, self._one_slot[policy.bucket]
         assert isinstance(held, Held)
         parts = {}
         for name in PARTS:

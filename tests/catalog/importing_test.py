@@ -406,6 +406,7 @@ def test_another_base_or_none_is_refused(run, base, many, tmp_path, hf_dirs):
         outline(base.name, "0" * 64)
 
 
+@pytest.mark.long
 def test_three_hundred_adapters_killed_in_the_middle_and_run_again(base, many, tmp_path):
     for i in range(300):
         write_adapter(many / f"a{i:03}", base, i)

@@ -33,6 +33,7 @@ SHORT = {  # what makes another size short: fewer repetitions, not other shapes
     "packed_load": ("--config.n=5", "--config.distinct=2", "--config.small.count=50", "--config.pause.windows=2"),
     "revision_stores": ("--config.entries=50", "--config.others=50", "--config.loads=5", "--config.s3.entries=50", "--config.s3.others=10"),
     "service": ("--config.n=1", "--config.tenants=(1, 2)", "--config.flood_rounds=3", "--config.handoffs=2", "--config.memory_tenants=1"),
+    "service_load": ("--config.clients=6", "--config.policies=4", "--config.revisions=8", "--config.seconds=10.0"),
     "switch": ("--config.entries=200", "--config.moves=20"),
     "train_vs_peft": ("--config.n=1", "--config.compile_s=1.0"),
 }
@@ -109,12 +110,21 @@ def check_service(report):
     assert report["tokens_over_padded"] > 0.5
 
 
+def check_service_load(report):
+    """Nothing failed, every answer that was checked is its revision's, and another's would have shown."""
+    assert report["errors"] == report["wrong_revisions"] == 0, report["first_errors"]
+    assert report["checked"] > 0
+    assert report["least_distance"] > 10 * report["most_error"]
+    assert min(report[kind] for kind in ("rounds", "samples", "heartbeats")) > 0
+
+
 CHECKS = {
     "active_wave": check_active_wave,
     "engine": check_engine,
     "handoff": check_handoff,
     "packed_load": check_packed_load,
     "service": check_service,
+    "service_load": check_service_load,
 }
 
 

@@ -61,6 +61,7 @@ def config_of(catalog, **fields) -> ConfigDict:
     )
 
 
+@pytest.mark.long
 def test_a_score_is_recorded_with_everything_that_produced_it(catalog, tmp_path):
     result = evaluate.run(config_of(catalog), tmp_path)
     rows = {row["name"]: row for row in result["results"]}

@@ -6,8 +6,10 @@ import threading
 import types
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
 from mint_jax.data.order import epoch_indices
 from mint_jax.envs.env import Example, ListEnvironment
@@ -82,6 +84,7 @@ def revisions(result):
 
 
 @pytest.mark.long
+@pytest.mark.users  # the last bits of a rollout
 def test_another_policy_beside_it_changes_nothing_of_a_policy_s_run(lengths, sampled, tmp_path):
     lengths.update({"b": [28, 22], "a": [24, 30], "z": [26, 24]})
     alone = grpo.run(tiny({"b": section("b", 8)}, schedule="sequential", steps=2), tmp_path / "alone")
@@ -169,3 +172,31 @@ def test_metrics_of_rollouts():
             "entropy": (1 * 1.0 + 3 * 2.0 + 4 * 1.5 + 8 * 2.5) / 16,
         }
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "own"),
+    [
+        ({}, None),
+        ({"trainer_dtype": "float32"}, None),
+        ({"trainer_dtype": "bfloat16"}, ("bfloat16", "int8")),
+        ({"trainer_quantise": "int8"}, None),
+        ({"trainer_quantise": ""}, ("float32", "")),
+        ({"trainer_quantise": "float8", "trainer_dtype": "bfloat16"}, ("bfloat16", "float8")),
+    ],
+)
+def test_a_trainer_whose_base_is_stored_otherwise_has_one_of_its_own(monkeypatch, settings, own):
+    sampler = types.SimpleNamespace(
+        dtype=jnp.dtype("float32"), mesh=None, cfg=types.SimpleNamespace(kernels=None), name="sampler", nbytes=0
+    )
+    loaded = types.SimpleNamespace(**vars(sampler) | {"name": "own"})
+    asked = []
+
+    def load(name, mesh, dtype, *, quantise, kernels):
+        asked.append((dtype, quantise))
+        return loaded
+
+    monkeypatch.setattr(grpo.base_lib, "load", load)
+    config = ConfigDict({"base": "b", "dtype": "float32", "quantise": "int8", "trainer_dtype": "", "router_noise": 0.0} | settings)
+    found = grpo.trained_through(sampler, config)
+    assert (found, asked) == ((loaded, [own]) if own else (sampler, []))

@@ -159,15 +159,14 @@ LATENT_POD = {"num_heads": 16, "num_kv_heads": 16, "head_dim": 128}
 LATENT_POD |= {"latent": Latent(q_latent=128, kv_latent=256, nope=64, rope=64, value=64)}  # type: ignore[dict-item]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "cfg",
     [
         ModelConfig("qwen3", **POD, num_heads=16, num_kv_heads=4, head_dim=128),
-        pytest.param(ModelConfig("qwen3", **POD, num_heads=16, num_kv_heads=8, head_dim=64), marks=pytest.mark.long),
-        pytest.param(ModelConfig("deepseek_v3", **POD, **LATENT_POD), marks=pytest.mark.long),
-        pytest.param(
-            ModelConfig("glm_moe_dsa", **POD, **LATENT_POD, indexer=Indexer(8, 128, 512, True, (True, False))), marks=pytest.mark.long
-        ),
+        ModelConfig("qwen3", **POD, num_heads=16, num_kv_heads=8, head_dim=64),
+        ModelConfig("deepseek_v3", **POD, **LATENT_POD),
+        ModelConfig("glm_moe_dsa", **POD, **LATENT_POD, indexer=Indexer(8, 128, 512, True, (True, False))),
     ],
     ids=["four heads", "eight narrow heads", "latents", "indexer"],
 )

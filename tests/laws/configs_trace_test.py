@@ -17,7 +17,7 @@ from mint_jax.data.buckets import ShapeBook
 from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.envs import env as env_lib
 from mint_jax.errors import UserError
-from mint_jax.jobs import JOBS, bench, common, dpo, grpo, pretrain, sample, scale_up, settings, sft, supervised
+from mint_jax.jobs import JOBS, bench, common, dpo, grpo, pretrain, sample, scale_up, serve, settings, sft, supervised, sweep
 from mint_jax.models import base as base_lib
 from mint_jax.models import config as config_lib
 from mint_jax.models import transformer
@@ -145,6 +145,10 @@ def test_other_configs_build():
         elif config.job == "sample":
             base = types.SimpleNamespace(tokenizer=None)
             sample.request_of(base, {"tokens": [1]}, dict(config.sampling), name)  # type: ignore[arg-type]
+        elif config.job == "sweep":
+            assert sweep.points_of(common.build(sweep.Settings, config, "sweep"))
+        elif config.job == "serve":
+            assert serve.sizes_of(config).slots
         elif config.job == "schedule":
             assert set(config.chips) == set(schedule.CHIPS)
         elif config.job == "pretrain":

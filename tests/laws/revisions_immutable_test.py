@@ -25,6 +25,7 @@ from mint_jax.rollout.request import Request
 from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.state import OptimizerConfig
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
+from tests.marks import first
 
 pytestmark = pytest.mark.bits
 
@@ -106,6 +107,7 @@ def test_loading_verifies_the_bytes(tiny_base, rng, catalog, damage):
     assert digest_of(catalog.load("p@2")) == sound.digest, "damage is that revision's alone"
 
 
+@pytest.mark.long
 def test_a_revision_samples_the_same_tokens_while_its_policy_trains_on(tiny_base, rng, catalog):
     base = tiny_base("llama")
     usual = PolicyConfig("a", CONFIG, OptimizerConfig(learning_rate=0.1), LossConfig("importance_sampling"))
@@ -166,11 +168,12 @@ for i in range(int(sys.argv[2]), 10**6):
 """
 
 
-def test_killed_at_any_moment_every_acknowledged_revision_loads(rng, tmp_path):
+@pytest.mark.parametrize("kills", first(1, [2, 5]))
+def test_killed_at_any_moment_every_acknowledged_revision_loads(kills, rng, tmp_path):
     acknowledged: dict[int, tuple[str, str]] = {}
-    for _ in range(5):
-        first = max(acknowledged, default=-1) + 1
-        command = [sys.executable, "-c", WRITER, str(tmp_path), str(first)]
+    for _ in range(kills):
+        begin = max(acknowledged, default=-1) + 1
+        command = [sys.executable, "-c", WRITER, str(tmp_path), str(begin)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
             lines = [writer.stdout.readline() for _ in range(rng.integers(1, 6))]
             time.sleep(rng.uniform(0, 0.05))  # anywhere in the writing of one of the next revisions

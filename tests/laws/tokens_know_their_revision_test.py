@@ -83,6 +83,7 @@ def scores(base, catalog, digest, rollouts):
     return np.concatenate([values[length - 1 :] for values, (length, _) in zip(found, texts)])
 
 
+@pytest.mark.long
 def test_every_sampled_token_names_the_revision_that_drew_it(run_job, tmp_path):
     run_job("on", ("ppo", "cispo"))
     config = run_job("off", ("ppo",), tenant="off", rollout_revision="ppo@1")

@@ -14,6 +14,7 @@ from mint_jax.lora.tree import AdapterStack, name_slots
 from mint_jax.mesh import make_mesh
 from mint_jax.models import expert_parallel
 from mint_jax.models.expert_parallel import AllToAll, Gather, routed
+from tests.marks import first
 
 E, X, D, F, T = 16, 3, 12, 10, 7
 ENDS = {"gate": (D, F), "up": (D, F), "down": (F, D)}
@@ -97,7 +98,7 @@ def test_eight_devices_equal_one(sizes, way, rng):
     _assert_equal(_over_mesh(MESHES[sizes], *problem), jax.device_get(_run(*problem)))
 
 
-@pytest.mark.parametrize("routing", ["one_expert", "one_device"])
+@pytest.mark.parametrize("routing", first(1, ["one_expert", "one_device"]))
 def test_no_token_is_dropped_when_all_go_to_one_place(routing, way, rng):
     problem = _problem(rng, routing, rows=4)
     _assert_equal(_over_mesh(MESHES["expert4-tensor2"], *problem), jax.device_get(_run(*problem)))
@@ -105,6 +106,7 @@ def test_no_token_is_dropped_when_all_go_to_one_place(routing, way, rng):
     assert all(exchange.capacity < visits for exchange in way if isinstance(exchange, AllToAll)), "one round must not be enough"
 
 
+@pytest.mark.long
 def test_rows_that_the_mesh_does_not_divide(way, rng):
     problem = _problem(rng, rows=3)  # 12 rows on 8 ways
     _assert_equal(_over_mesh({"fsdp": 4, "expert": 2}, *problem), jax.device_get(_run(*problem)))

@@ -12,6 +12,7 @@ from jax.sharding import SingleDeviceSharding
 from mint_jax.aot import chips
 from pallas_kernels import dispatch, packed_lora
 from pallas_kernels.packed_lora import pallas_gpu, pallas_tpu, reference, runs, shapes, xla
+from tests.marks import first
 
 # Several tiles and blocks of columns.
 SMALL, SMALL_GPU = pallas_tpu.Config(rows=32, columns=128), pallas_gpu.Config(rows=16, depth=64, sums=32, warps=4)
@@ -50,19 +51,19 @@ def close(mine, theirs, dtype):
 
 CASES = [
     (70, 256, (128, 256), 16, 9, "float32"),
+    (130, 128, (384, 128), 1, 80, "bfloat16"),  # forward two factors are fetched at a time
+    (5, 128, (128,), 8, 4, "float32"),
     (70, 256, (128,), 16, 9, "bfloat16"),
     (130, 128, (384,), 1, 60, "float32"),
-    (130, 128, (384, 128), 1, 80, "bfloat16"),  # forward two factors are fetched at a time
     (33, 128, (128, 128), 4, 40, "bfloat16"),
     (64, 128, (128,), 64, 12, "float32"),
     (100, 128, (128,), 256, 3, "float32"),
-    (5, 128, (128,), 8, 4, "float32"),
     (200, 128, (128,), 32, 2, "bfloat16"),  # runs longer than tiles
 ]
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", first(2, CASES), ids=str)
 def test_values_and_gradients_are_those_of_float64(rng, form, case):
     add, backward = FORMS[form]
     x, a, b, onto, factor = arguments(rng, *case)
@@ -74,7 +75,8 @@ def test_values_and_gradients_are_those_of_float64(rng, form, case):
     close(backward(x, a, b, g, dx_onto, factor), (dx + np.array(dx_onto, np.float64), da, db), case[-1])
 
 
-@pytest.mark.parametrize("run", [5, 12], ids=lambda run: f"runs of {run}")  # of tiles of 32 rows with six adapters and more, and with three
+# Of tiles of 32 rows with six adapters and more, and with three.
+@pytest.mark.parametrize("run", first(1, [5, 12]), ids=lambda run: f"runs of {run}")
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_not_finite_stays_with_its_adapter(rng, form, run):
     """In factors, rows and cotangents: every other row and gradient keeps its bits, also beside it in the matrix unit."""
@@ -158,7 +160,7 @@ def test_a_number_beyond_the_stack_is_its_last_ones(rng, form):
     close(backward(x, a, b, onto, jnp.zeros_like(x), factor), reference.gradients(x, a, b, onto, meant), "float32")
 
 
-@pytest.mark.parametrize("implementation", FORMS)
+@pytest.mark.parametrize("implementation", first(1, FORMS))
 def test_vmap_over_policies_is_one_product_with_their_gradients(rng, implementation):
     P, call = 3, functools.partial(packed_lora.packed_lora, implementation=implementation, interpret=True)
     of = [arguments(rng, 40, 128, (128, 128), 16, 6, "float32") for _ in range(P)]
@@ -270,7 +272,7 @@ def check_compiled(chip: str, shape: shapes.Shape, backward: bool) -> None:
     assert memory.alias_size_in_bytes >= donated, (shape, "rows are added to in place")
 
 
-@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("chip", first(1, CHIPS))
 def test_a_tpus_compiler_takes_the_kernel_with_nothing_large_beside_it(chip):
     check_compiled(chip, shapes.DECODE[0], False)
     check_compiled(chip, shapes.TRAIN[0], True)

@@ -12,6 +12,7 @@ from jax.sharding import SingleDeviceSharding
 from mint_jax.aot import chips
 from pallas_kernels import cost, dispatch, packed_matmul
 from pallas_kernels.packed_matmul import pallas_tpu, reference, shapes, visits, xla
+from tests.marks import first
 from tests.pallas_kernels.packed_lora_test import close
 
 SMALL = pallas_tpu.Config(rows=32, columns=128)  # several tiles and blocks of columns
@@ -47,7 +48,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("case", [*CASES[:3], *(pytest.param(case, marks=pytest.mark.long) for case in CASES[3:])], ids=str)
+@pytest.mark.parametrize("case", first(1, CASES), ids=str)
 def test_values_are_those_of_float64(rng, form, case):
     args = arguments(rng, *case)
     scale = jnp.array(rng.uniform(0.5, 2, case[0]), jnp.float32)
@@ -102,7 +103,7 @@ def test_the_kernel_has_no_races_and_reads_nothing_that_was_not_written(rng):
     assert np.array(again)[~bad].tobytes() == np.array(made[0])[~bad].tobytes()
 
 
-@pytest.mark.parametrize("implementation", FORMS)
+@pytest.mark.parametrize("implementation", first(1, sorted(FORMS, reverse=True)))
 def test_vmap_over_policies_is_one_product_with_their_gradients(rng, implementation):
     P, M, case = 3, 40, (40, 128, (128, 128), 16, 3, 2, "float32")
     call = functools.partial(packed_matmul.packed_matmul, implementation=implementation, interpret=True)
@@ -195,7 +196,7 @@ def check_compiled(chip: str, shape: shapes.Shape) -> None:
     assert made.memory_analysis().temp_size_in_bytes < 3 << 20, shape  # numbers of rows, runs and visits
 
 
-@pytest.mark.parametrize("chip", [CHIPS[0], *(pytest.param(chip, marks=pytest.mark.long) for chip in CHIPS[1:])])
+@pytest.mark.parametrize("chip", first(1, CHIPS))
 def test_a_tpus_compiler_takes_the_kernel_with_nothing_large_beside_it(chip):
     check_compiled(chip, shapes.SHAPES[0])
 

@@ -12,6 +12,7 @@ from pallas_kernels import dispatch, paged_attention, paged_gpu
 from pallas_kernels.paged import Rows
 from pallas_kernels.paged_attention import pallas_gpu, pallas_tpu, reference, shapes, xla
 from pallas_kernels.paged_tpu import Config
+from tests.marks import first
 from tests.pallas_kernels import gpu, pages
 from tests.pallas_kernels.pages import CHIPS
 
@@ -46,7 +47,7 @@ CASES = [  # B K M H X L
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", first(1, CASES), ids=str)
 def test_values_are_those_of_float64(rng, form, case):
     """Lengths at random, 0 in both parts too, and NaN wherever no token is."""
     args = arguments(rng, *case)
@@ -65,7 +66,7 @@ def test_auto_is_xla_on_a_cpu(rng):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("lengths", [([256, 0, 0, 1], [0, 0, 128, 300]), ([0, 0, 0, 0], [0, 0, 0, 0]), ([129] * 4, [127] * 4)], ids=str)
+@pytest.mark.parametrize("lengths", first(1, [([256, 0, 0, 1], [0, 0, 128, 300]), ([0] * 4, [0] * 4), ([129] * 4, [127] * 4)]), ids=str)
 def test_rows_that_have_nothing_are_passed_over_wherever_they_stand(rng, lengths):
     prefix, own = lengths
     args = arguments(rng, 4, 2, 3, 64, 128, 2, "float32", prefix=prefix, own=own, first=[0] * 4)
@@ -175,7 +176,7 @@ ALL = (*shapes.DECODE, *shapes.TEAMS, *shapes.PREFILL)
 SOME = (shapes.DECODE[0], shapes.DECODE[-1], shapes.PREFILL[0])
 
 
-@pytest.mark.parametrize("shape", [*SOME, *(pytest.param(s, marks=pytest.mark.long) for s in ALL if s not in SOME)], ids=str)
+@pytest.mark.parametrize("shape", first(len(SOME), [*SOME, *(s for s in ALL if s not in SOME)]), ids=str)
 def test_for_a_gpu_it_is_one_kernel_and_no_other_product(shape):
     gpu.check_one_kernel(functools.partial(paged_attention.paged_attention, scale=SCALE), *arrays(shape))
 

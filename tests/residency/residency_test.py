@@ -386,6 +386,30 @@ def test_a_prefetch_takes_a_free_slot_but_evicts_nobody(world):
     assert w.residency.state()["resident"] == [second]
 
 
+def test_bytes_that_are_offered_are_not_fetched(world):
+    """While the storage does not answer. Those that do not fit in are told when they are asked for, and leave nothing."""
+    w = world(capacities={2: 1})
+    first, second, wrong = w.new(), w.new(), w.new(rank=5)
+    w.storage.gate.clear()
+    for digest in (first, second, first):
+        assert w.residency.offer(digest, np.frombuffer(w.storage.objects[digest], np.uint8))
+    before = w.residency.state()["host"]["bytes"]
+    assert not w.residency.offer(wrong, np.frombuffer(w.storage.objects[wrong], np.uint8))
+    assert not w.residency.offer("0" * 64, np.frombuffer(w.storage.objects[wrong], np.uint8))
+    assert w.residency.state()["host"]["bytes"] == before == len(w.storage.objects[first]) + len(w.storage.objects[second])
+    for digest in (first, second):
+        future = w.residency.acquire(digest)
+        w.settle(future)
+        lease = future.result()
+        assert w.holds(lease)
+        lease.release()
+    assert w.storage.reads == []
+    future = w.residency.acquire(wrong)
+    w.storage.gate.set()
+    with pytest.raises(UserError, match="rank 5"):
+        future.result(LONG)
+
+
 def test_a_pin_keeps_slot_and_bytes_and_when_all_is_pinned_the_reason_is_told(world):
     w = world(capacities={2: 1})
     pinned, other = w.new(), w.new()

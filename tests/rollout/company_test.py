@@ -32,8 +32,8 @@ pytestmark = pytest.mark.bits
 
 # Latent attention is compiled as for users: without LLVM's optimisations a delta of one slot's rows and one of
 # several slots' differ in the last bit now and then.
-LONG = tuple(pytest.param(family, marks=pytest.mark.long) for family in ("deepseek_v3", "deepseek_v32", "glm"))
-FAMILIES = ("llama", "qwen3_moe", *LONG)
+LATENT = tuple(pytest.param(family, marks=[pytest.mark.long, pytest.mark.users]) for family in ("deepseek_v3", "deepseek_v32", "glm"))
+FAMILIES = ("llama", pytest.param("qwen3_moe", marks=pytest.mark.long), *LATENT)
 VOCAB = 96  # of the smallest base
 LAST = {"prompt_logprobs": True, "prompt_alternatives": 2, "prompt_logprobs_last_n": 12}  # of a prompt, the rest of it shared
 BOTH = 2 * PAGE  # tokens with which several prompts begin
@@ -298,7 +298,7 @@ def test_plans_that_are_replayed_give_the_same_bits(llama, monkeypatch):
             chex.assert_trees_all_equal(bits(again), bits(found), strict=True)
 
 
-@pytest.mark.parametrize(("family", "parts"), [("dense", 4), ("latent", 8)])
+@pytest.mark.parametrize(("family", "parts"), [("dense", 4), pytest.param("latent", 8, marks=pytest.mark.long)])
 def test_a_mesh_of_eight_devices_gives_the_same_tokens(family, parts, rng, mesh, mesh8, tmp_path):
     """Log-probabilities within rounding: sums over split dimensions are ordered otherwise. Its tensor pairs have heads of keys each of
     their own, or rows of latents. What is warm compiles nothing there either."""

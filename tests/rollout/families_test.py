@@ -25,7 +25,7 @@ ALL = (lora_tree.ALL_LINEAR,)
 CONFIGS = {"one": AdapterConfig(1, 2.0, ALL), "eight": AdapterConfig(8, 16.0, ALL), "other": AdapterConfig(7, 7.0, ALL)}
 NEW = 40  # two pages of own tokens
 PAGES = 14  # of cache: not for all rows at once
-FAST = ("qwen3_moe", "deepseek_v3", "glm")
+FAST = ("qwen3_moe",)
 
 
 def random_adapters(rng, cfg) -> dict:

@@ -1,5 +1,6 @@
 """Serving while revisions come: equal to direct loading, undisturbed by commits, honest about revisions, and nothing left when it fails."""
 
+import contextlib
 import threading
 import time
 
@@ -18,15 +19,21 @@ pytestmark = pytest.mark.bits
 NAMES = ("eight", None, "one", "eight", "tables", None)
 
 
-@pytest.fixture
-def world(rng, tiny_base):
+@contextlib.contextmanager
+def contended(rng, base):
     """One slot of rank 1 and one of rank 8: ``eight`` and ``tables`` want the same."""
-    w = World(rng, tiny_base("llama"), capacities={1: 1, 8: 1}, targets=(lora_tree.ALL_LINEAR, "embed", "unembed"), piece_bytes=4000)
+    w = World(rng, base, capacities={1: 1, 8: 1}, targets=(lora_tree.ALL_LINEAR, "embed", "unembed"), piece_bytes=4000)
     w.adapters = random_adapters(rng, w.base.cfg)
     w.digests = {name: w.storage.add(adapter, config, w.base.fingerprint) for name, (config, adapter) in w.adapters.items()}
     yield w
     w.storage.gate.set()
     w.residency.close()
+
+
+@pytest.fixture
+def world(rng, tiny_base):
+    with contended(rng, tiny_base("llama")) as w:
+        yield w
 
 
 @pytest.fixture

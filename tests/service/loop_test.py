@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from mint_jax.errors import UserError
-from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
@@ -14,19 +13,14 @@ from mint_jax.service.loop import Loop
 from mint_jax.train import held
 from mint_jax.train.live import Live
 from mint_jax.train.state import OptimizerConfig
-from tests.residency.residency_test import World
-from tests.rollout.score_test import random_adapters
+from tests.rollout.serving_test import contended
 from tests.train.live_test import CONFIGS, SHAPES, coefs, random_data, random_state
 
 
 @pytest.fixture
 def world(rng, tiny_base):
-    w = World(rng, tiny_base("llama"), capacities={1: 1, 8: 1}, targets=(lora_tree.ALL_LINEAR, "embed", "unembed"), piece_bytes=4000)
-    w.adapters = random_adapters(rng, w.base.cfg)
-    w.digests = {name: w.storage.add(adapter, config, w.base.fingerprint) for name, (config, adapter) in w.adapters.items()}
-    yield w
-    w.storage.gate.set()
-    w.residency.close()
+    with contended(rng, tiny_base("llama")) as w:
+        yield w
 
 
 @pytest.fixture

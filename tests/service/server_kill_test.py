@@ -40,7 +40,7 @@ def told(folder: Path) -> dict[tuple[int, int], tuple[str, float | None]]:
     return found
 
 
-@pytest.mark.long
+@pytest.mark.slow  # http_kill_test.py kills the whole server
 def test_a_server_that_is_killed_loses_nothing_and_runs_nothing_twice(hf_dirs, memory, tmp_path, rng):
     base, seed, choice = hf_dirs("llama"), int(rng.integers(1 << 30)), random.Random(int(rng.integers(1 << 30)))
     ended(start(base, tmp_path / "whole", seed))

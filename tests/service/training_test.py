@@ -43,6 +43,9 @@ class Pretended:
         self.seconds += shape.size * 1e-3
         return Step(shape, made, shape.size * 1e-3)
 
+    def brought(self):
+        return {}
+
     def optim(self, updates):
         for name, numbers in updates.items():
             self.log.append(("optim", name, numbers))

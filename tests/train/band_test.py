@@ -153,6 +153,7 @@ def test_tokens_that_an_indexer_moved_out_of_the_band_have_no_gradient_and_are_c
         assert (after["open"][path] != leaf).any()
 
 
+@pytest.mark.long
 def test_the_loss_of_each_token_and_its_gradient_are_those_of_float64(case):
     _, _, groups, ratio, inside = case
     advantages, old, weights = (np.array([getattr(s, f) for s in groups[0].sequences]) for f in ("advantages", "old_logp", "weights"))

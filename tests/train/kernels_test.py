@@ -69,7 +69,8 @@ def calls(monkeypatch):
 CASES = [(family, form) for form in ("pallas_tpu", "one pass", "pallas_gpu") for family in FAMILIES]
 
 
-@pytest.mark.parametrize(("family", "kernels"), [CASES[0], *(pytest.param(*case, marks=pytest.mark.long) for case in CASES[1:])])
+@pytest.mark.long
+@pytest.mark.parametrize(("family", "kernels"), CASES)
 def test_updates_and_scores_are_those_of_xla(family, kernels, tiny_base, rng, calls):
     """SFT and GRPO, two ranks in a batch, an adapter on the experts alone and one everywhere."""
     base = tiny_base(family)
@@ -111,7 +112,8 @@ SAMPLED = {
 }
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long) if "one pass" in case else case for case in SAMPLED])
+@pytest.mark.long
+@pytest.mark.parametrize("case", SAMPLED)
 def test_the_engine_draws_the_same_tokens(case, tiny_base, rng):
     targets, forms = SAMPLED[case]
     base, drawn = tiny_base(case.split()[0]), []

@@ -45,7 +45,9 @@ LOSSES = {  # as a client of Tinker states them: absolute bounds, and beta of DR
     "dro": (0.0, np.inf, 0.3),
 }
 FAMILIES = ["llama", pytest.param("qwen3_moe", marks=pytest.mark.long), pytest.param("deepseek_v3", marks=pytest.mark.long)]
-EPS = 1e-5  # of AdamW: well above float32 noise in gradients, so that an entry near zero does not turn noise into a whole step
+# Of AdamW: well above float32 noise in gradients, whose norms reach 400, so that an entry near zero does not turn noise into a whole step.
+# At 1e-5 one test in about 60 had such an entry, and log-probabilities were 1e-3 off behind it; here 1.4e-5 was the most of 120 tests.
+EPS = 1e-2
 
 
 def coefs(kind):
@@ -212,7 +214,7 @@ def test_tenants_that_are_moved_about_train_as_if_alone(rng, live_of, hf_dirs):
         for path, factor in tenant.factors.items():
             moved = np.abs(factor.detach().numpy() - states[name].parts["factors"][path]).max()
             assert moved > 1e-3
-            np.testing.assert_allclose(held.parts["factors"][path], factor.detach(), atol=2e-2 * moved)
+            np.testing.assert_allclose(held.parts["factors"][path], factor.detach(), atol=2e-3 * moved)
 
 
 def test_forward_alone_changes_nothing_and_tells_the_same(rng, live_of):

@@ -282,7 +282,7 @@ def test_the_first_update_s_log_probabilities_are_kept_for_the_later_ones(rng, t
     assert np.isfinite(np.concatenate([np.delete(first[0], 1), first[1]])).all()
     gaps = np.concatenate([np.abs(f - s.old_logp)[np.array(s.weights) != 0] for f, s in zip(first, groups[0].sequences)])
     assert rows[0]["clipped"] == 0.0
-    assert rows[2]["logp"] != pytest.approx(rows[0]["logp"], abs=1e-2), "the policy moved, so the test says something"
+    assert rows[2]["logp"] != pytest.approx(rows[0]["logp"], abs=1e-4), "the policy moved, so the test says something"
     for row in rows:  # of the sampler and the first trainer, whatever the updates did
         assert row["gap"] == pytest.approx(gaps.mean(), rel=1e-6)
 

@@ -107,6 +107,14 @@ class Aliases(Policies):
             return self.database.read(lambda c: audit.entries(c, None, None, after, limit))
         return self._look(policy, lambda c, row: audit.entries(c, row.id, None, after, limit))
 
+    def recent(self, policy: str, *, before: int | None = None, limit: int = 1000, without: Sequence[str] = ()) -> list[AuditEntry]:
+        """A policy's audit log backwards, the newest entry first; the next page is ``before`` the last one's id.
+
+        Args:
+            without: actions that are left out.
+        """
+        return self._look(policy, lambda c, row: audit.newest(c, row.id, before, limit, without))
+
 
 def current(connection: sa.Connection, policy: sa.Row, alias: str) -> sa.Row | None:
     """An alias with the number, digest and state of its revision."""

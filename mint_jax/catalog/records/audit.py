@@ -6,6 +6,7 @@ with the later of now and the policy's last change.
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -83,6 +84,15 @@ def entries(
     if alias is not None:
         query = query.where(audit.c.alias == alias)
     return [_entry(found) for found in connection.execute(query)]
+
+
+def newest(connection: sa.Connection, policy_id: int, before: int | None, limit: int, without: Sequence[str] = ()) -> list[AuditEntry]:
+    """The last entries of a policy, the newest first: those with an id below ``before``, without some actions."""
+    query = sa.select(audit, policies.c.tenant, policies.c.name).join(policies)
+    query = query.where(audit.c.policy_id == policy_id, audit.c.action.not_in(list(without)))
+    if before is not None:
+        query = query.where(audit.c.id < before)
+    return [_entry(found) for found in connection.execute(query.order_by(audit.c.id.desc()).limit(limit))]
 
 
 def _entry(found: sa.Row) -> AuditEntry:

@@ -334,8 +334,23 @@ def _version(connection: sa.Connection) -> str | None:
 
 def _prepare_sqlite(connection, _record) -> None:
     connection.isolation_level = None  # BEGIN is ours to say, see _begin_sqlite
-    for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "cache_size=-65536", "temp_store=MEMORY"):
+    _write_ahead(connection)
+    for pragma in ("synchronous=FULL", "foreign_keys=ON", "cache_size=-65536", "temp_store=MEMORY"):
         connection.execute(f"PRAGMA {pragma}").close()
+
+
+def _write_ahead(connection: sqlite3.Connection) -> None:
+    """Gives a new database its write-ahead log. While another one does so SQLite refuses at once, whatever the time limit."""
+    [[limit_ms]] = connection.execute("PRAGMA busy_timeout")
+    until = time.monotonic() + limit_ms / 1e3
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode=WAL").close()
+            return
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > until:
+                raise
+            time.sleep(0.005)
 
 
 def _may_only_read(path: Path) -> bool:

@@ -145,6 +145,19 @@ class Policies:
             query = query.where(sa.tuple_(policies.c.tenant, policies.c.name) > sa.tuple_(*names.parse_policy(after)))
         return self.database.read(lambda c: _records(c, list(c.execute(query))))
 
+    def branches(self, policy: str, tenant: str | None = None, limit: int = 100) -> list[PolicyRecord]:
+        """Policies that branched from a revision of this one, by name; those of one tenant, or of all."""
+
+        def body(connection: sa.Connection, row: sa.Row) -> list[PolicyRecord]:
+            mine = sa.select(revisions.c.id).where(revisions.c.policy_id == row.id)
+            query = sa.select(policies, schemas.c.json).join(schemas)
+            query = query.where(policies.c.parent_revision.in_(mine), policies.c.state != DELETED)
+            if tenant is not None:
+                query = query.where(policies.c.tenant == tenant)
+            return _records(connection, list(connection.execute(query.order_by(policies.c.tenant, policies.c.name).limit(limit))))
+
+        return self._look(policy, body)
+
     def rename(self, policy: str, name: str, *, by: str | None = None, why: str = "") -> PolicyRecord:
         """Gives a policy another name of the same tenant; the old one no longer resolves, and is free.
 

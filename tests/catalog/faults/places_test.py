@@ -18,6 +18,7 @@ from tests.catalog.adapters import packed
 from tests.catalog.conftest import DATABASES, make_place, same_bytes
 from tests.catalog.payloads_test import proxy, s3  # noqa: F401 - fixtures
 from tests.disks import LIMITS, run_limited
+from tests.marks import first
 
 
 def test_a_server_that_crashes_while_many_export(request, postgres_server, tmp_path):
@@ -89,7 +90,7 @@ def fill_the_disk(directory: str):
     print(json.dumps(report))
 
 
-@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize("limit", first(1, LIMITS))
 def test_a_full_disk_refuses_and_keeps_all(tmp_path, limit):
     report = json.loads(run_limited(limit, 2, "tests.catalog.faults.places_test", tmp_path))
     if limit == "full disk":

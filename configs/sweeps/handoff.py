@@ -1,0 +1,150 @@
+"""From an optimizer step to the next tokens by four paths, over ranks and bases: bytes, seconds, steps of 64 and 304 tokens.
+
+Command: python -m mint_jax.launch --config=configs/sweeps/handoff.py:cpu --workdir=runs/sweeps/cpu/handoff
+Sizes:   configs/sweeps/handoff.py:ci, configs/sweeps/handoff.py:cpu, configs/sweeps/handoff.py:gpu, configs/sweeps/handoff.py:pod
+Size cpu: SmolLM2-135M, and one layer each of Qwen3-4B's and of Qwen3-30B-A3B's shape with few tokens (a vocabulary of 151,936 is most
+of a step there); about twelve minutes on two CPU cores. gpu and pod: all layers in bfloat16, made on the device.
+"""
+
+from ml_collections import ConfigDict
+
+MINT = "arXiv 2605.13779, through its service"
+PATHS = ("merged_disk", "merged_memory", "adapter_disk", "adapter_memory")
+DENSE = {"name": "Qwen3-4B", "all_layers": 36}
+SPARSE = {
+    "name": "Qwen3-30B-A3B",
+    "all_layers": 48,
+    "d_model": 2048,
+    "num_heads": 32,
+    "num_kv_heads": 4,
+    "head_dim": 128,
+    "d_ff": 768,
+    "experts": 128,
+    "per_token": 8,
+}
+TINY_SPARSE = {"d_ff": 32, "experts": 4, "per_token": 2}
+LAYERS = {"ci": (1, 1), "cpu": (1, 1), "gpu": (36, 12), "pod": (36, 48)}  # of the dense base, of the sparse one
+
+
+def _grid(config: str, about: str, ranks: tuple, where: str, tokens: tuple, options: tuple, minutes: float) -> dict:
+    steps = {f"step_{count}_s": f"{where}steps/{count}/seconds/{{path}}" for count in tokens}
+    ratios = {f"step_{count}_ratio": f"{where}steps/{count}/ratios/{{path}}" for count in tokens}
+    return {
+        "config": config,
+        "about": about,
+        "axes": {"rank": ranks},
+        "options": options,
+        "minutes": minutes,
+        "each": {"path": PATHS},
+        "figures": {
+            "bytes": f"{where}bytes/{{path}}",
+            "handoff_s": f"{where}handoff_s/{{path}}",
+            "to_first_token_s": f"{where}to_first_token_s/{{path}}",
+            "handoff_ratio": f"{where}ratios/{{path}}",
+            **steps,
+            **ratios,
+        },
+    }
+
+
+def get_config(size: str = "cpu") -> ConfigDict:
+    if size not in LAYERS:
+        raise ValueError(f"handoff size {size!r}; expected ci, cpu, gpu or pod")
+    tiny, whole = size == "ci", size in ("gpu", "pod")
+    bench = f"configs/bench/handoff.py{':ci' if tiny else ''}"
+    ranks = (4,) if tiny else (1, 4, 16, 64)
+    tokens = (4, 8) if tiny else (64, 304)
+    large_tokens = (4, 8) if tiny else (64, 304) if whole else (2, 8)
+    n = ("--config.n=2",) if tiny else ("--config.n=5",) if whole else ("--config.n=3",)
+
+    def shape(fields: dict, layers: int) -> tuple:
+        settings = fields | {"layers": layers, "new_tokens": large_tokens[0], "more_tokens": large_tokens[1:]}
+        settings |= {"dtype": "bfloat16"} if whole else {}
+        return ("--config.parts=('large',)", *n, *(f"--config.shape.{k}={v}" for k, v in settings.items()), "--config.shape.rank={rank}")
+
+    config = ConfigDict()
+    config.job = "sweep"
+    config.sweep = "handoff"
+    config.size = size
+    config.claim = (
+        "Handing an adapter over costs its own bytes, a merged checkpoint those of the base; ratios are over the merged checkpoint."
+    )
+    smollm2 = (
+        "--config.parts=('base',)",
+        *n,
+        f"--config.more_tokens={tokens[1:]}",
+        f"--config.new_tokens={tokens[0]}",
+        "--config.rank={rank}",
+    )
+    about = "{} of {} layers, random weights; a handoff ends when the weights to sample with are ready."
+    dense, sparse = LAYERS[size]
+    config.grids = ConfigDict(
+        {
+            "smollm2": _grid(bench, "SmolLM2-135M-Instruct.", ranks, "", tokens, smollm2, 0.3 if tiny else 1.5),
+            "qwen3_4b": _grid(bench, about.format(dense, 36), ranks, "large/", large_tokens, shape(DENSE, dense), 0.3 if tiny else 1),
+            "qwen3_30b_a3b": _grid(
+                bench,
+                about.format(sparse, 48),
+                ranks,
+                "large/",
+                large_tokens,
+                shape(
+                    SPARSE
+                    | (TINY_SPARSE | dict.fromkeys(("d_model",), 64) | {"num_heads": 2, "num_kv_heads": 1, "head_dim": 32} if tiny else {}),
+                    sparse,
+                ),
+                0.3 if tiny else 1,
+            ),
+        }
+    )
+    config.references = ConfigDict(
+        {
+            "mint_4b_adapter": {
+                "who": "MinT",
+                "source": MINT,
+                "grid": "qwen3_4b",
+                "settings": {"rank": 32, "path": "adapter_disk"},
+                "figures": {"bytes": 252 << 20, "handoff_s": 0.036, "to_first_token_s": 4.15, "step_64_ratio": 18.3},
+                "note": "load, then a cold first sample of 4.114 s; 15.57 tokens/s; the ratio is of its whole step",
+            },
+            "mint_4b_merged": {
+                "who": "MinT",
+                "source": MINT,
+                "grid": "qwen3_4b",
+                "settings": {"rank": 32, "path": "merged_disk"},
+                "figures": {"bytes": 8_061_000_000, "handoff_s": 71.82, "to_first_token_s": 127.52, "step_64_ratio": 1.0},
+                "note": "load, then a cold first sample of 55.70 s; 4.70 tokens/s in all, 20.60 warm",
+            },
+            "mint_30b_adapter": {
+                "who": "MinT",
+                "source": MINT,
+                "grid": "qwen3_30b_a3b",
+                "settings": {"rank": 16, "path": "adapter_disk"},
+                "figures": {"bytes": 1_692_000_000, "handoff_s": 46.46, "to_first_token_s": 163.76, "step_64_ratio": 2.85},
+                "note": "load, then a cold first sample of 117.3 s",
+            },
+            "mint_30b_merged": {
+                "who": "MinT",
+                "source": MINT,
+                "grid": "qwen3_30b_a3b",
+                "settings": {"rank": 16, "path": "merged_disk"},
+                "figures": {"bytes": 61_080_000_000, "handoff_s": 402.2, "to_first_token_s": 558.3, "step_64_ratio": 1.0},
+                "note": "load, then a cold first sample of 156.1 s",
+            },
+            "miles": {
+                "who": "Miles",
+                "source": "its own report of an adapter's export from trainer to sampler",
+                "grid": "qwen3_30b_a3b",
+                "settings": {"path": "adapter_disk"},
+                "figures": {"handoff_s": 5.29},
+                "note": "66 % of the trainer's time; base and rank are its own",
+            },
+        }
+    )
+    config.pictures = ConfigDict(
+        {
+            name: {"grid": name, "x": "rank", "y": "handoff_s", "by": ("path",), "log": "xy"}
+            for name in ("smollm2", "qwen3_4b", "qwen3_30b_a3b")
+        }
+    )
+    return config

@@ -1,0 +1,249 @@
+"""A server in a process of its own, and clients of it over HTTP as light as they can be: Tinker's requests in JSON.
+
+A client asks again as the official one does: where there is no connection, at 408, 409, 429 and from 500 on; a training request under
+its own number, a sample that a restart took (410) anew.
+"""
+
+import asyncio
+import collections
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+WAIT_S = 600.0
+PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
+POLL_S = 45.0  # the official client's patience with one long poll
+
+
+class Served:
+    """The job ``serve`` in a process of its own; ``ready`` waits for it.
+
+    Args:
+        program: the module that runs jobs.
+        config: with its size, as in ``configs/serve.py:ci``.
+        workdir: what it prints on stderr goes beside it, to ``<workdir>.log``.
+        options: of its config, by name.
+        environment: what differs from this process's.
+    """
+
+    def __init__(self, program: str, config: str, workdir: Path, options: Mapping[str, Any], environment: Mapping[str, str] | None = None):
+        workdir.parent.mkdir(parents=True, exist_ok=True)
+        self._log = workdir.with_name(f"{workdir.name}.log")
+        told = [f"--config.{name}={value}" for name, value in options.items()]
+        command = [sys.executable, "-m", program, f"--config={config}", f"--workdir={workdir}", *told]
+        with self._log.open("w") as log:
+            self.process = subprocess.Popen(command, env=os.environ | (environment or {}), stdout=subprocess.PIPE, stderr=log, text=True)
+
+    def ready(self) -> str:
+        """Waits until it serves; its URL.
+
+        Raises:
+            RuntimeError: it ended before; with its log's end.
+        """
+        assert self.process.stdout is not None
+        if not (line := self.process.stdout.readline()):
+            raise RuntimeError(f"the server ended with {self.process.wait()}: {self.log()}")
+        return json.loads(line)["url"]
+
+    def log(self) -> str:
+        """The end of its stderr."""
+        return self._log.read_text()[-3000:]
+
+    def rss_bytes(self) -> int:
+        """Resident memory, bytes."""
+        return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def kill(self) -> None:
+        """kill -9; nothing where it has ended."""
+        if self.process.returncode is None:
+            self.process.kill()
+            self.process.communicate()
+
+    def stop(self) -> dict[str, Any]:
+        """SIGTERM; the result that it prints.
+
+        Raises:
+            RuntimeError: it ended otherwise than it should; with its log's end.
+        """
+        self.process.send_signal(signal.SIGTERM)
+        out, _ = self.process.communicate(timeout=WAIT_S)
+        if self.process.returncode:
+            raise RuntimeError(f"the server ended with {self.process.returncode}: {self.log()}")
+        return json.loads(out.splitlines()[-1])
+
+
+class Failed(Exception):
+    """A request that was refused or failed for good."""
+
+
+class Gone(Exception):
+    """The server keeps nothing of this id (410)."""
+
+
+class Client:
+    """Requests to one server, asked again until they are answered.
+
+    Args:
+        url: of the server, which may come and go.
+
+    Attributes:
+        again: how often something was asked again, by why: a status, or ``connection``.
+    """
+
+    def __init__(self, url: str):
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        headers = {"x-api-key": "tml-bench"}  # and no TLS: certificates would be read for nothing
+        self._http = httpx.AsyncClient(base_url=url, timeout=POLL_S, limits=limits, headers=headers, trust_env=False, verify=False)
+        self.again: collections.Counter[str] = collections.Counter()
+
+    async def __aenter__(self) -> "Client":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
+
+    async def get(self, path: str) -> str:
+        """A page's text."""
+        return (await self._http.get(path)).raise_for_status().text
+
+    async def post(self, path: str, told: Mapping[str, Any]) -> bytes:
+        """The body of an answer.
+
+        Raises:
+            Gone, Failed: 410; another status below 500 that is no reason to ask again.
+            TimeoutError: ``WAIT_S`` are over.
+        """
+        give_up, pause = time.monotonic() + WAIT_S, PAUSE_S
+        while time.monotonic() < give_up:
+            try:
+                answer = await self._http.post(f"/api/v1/{path}", json=told)
+            except httpx.TransportError:
+                why = "connection"
+            else:
+                if answer.status_code < 300:
+                    return answer.content
+                if answer.status_code == 410:
+                    raise Gone(answer.text)
+                if answer.status_code not in (408, 409, 429) and answer.status_code < 500:
+                    raise Failed(f"{path}: {answer.status_code} {answer.text[:500]}")
+                why = str(answer.status_code)
+            self.again[why] += 1
+            if why != "408":  # a poll that ended too soon
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE_S)
+        raise TimeoutError(f"{path} has no answer within {WAIT_S:.0f} s")
+
+    async def ask(self, path: str, told: Mapping[str, Any]) -> Any:
+        """``post``, and the JSON that it gives."""
+        return json.loads(await self.post(path, told))
+
+    async def result(self, id: str) -> bytes:
+        """What a future gave, as it stands in the answer.
+
+        Raises:
+            Gone: it is not kept.
+            Failed: it failed.
+        """
+        body = await self.post("retrieve_future", {"request_id": id, "allow_metadata_only": False})
+        if body.startswith(b'{"error"'):
+            raise Failed(f"{id}: {body.decode()}")
+        return body
+
+    async def session(self) -> str:
+        """The id of a new session."""
+        return (await self.ask("create_session", {"tags": [], "sdk_version": "bench", "type": "create_session"}))["session_id"]
+
+
+class Policy:
+    """A model in training, whose requests are numbered.
+
+    Attributes:
+        id: the model's.
+        sent: the number of its last request.
+    """
+
+    def __init__(self, client: Client, session: str, place: int):
+        self.client, self.session, self.place = client, session, place
+        self.id, self.sent = f"{session}:train:{place}", 0
+
+    async def create(self, base: str, rank: int, seed: int) -> None:
+        told = {"session_id": self.session, "model_seq_id": self.place, "base_model": base, "lora_config": {"rank": rank, "seed": seed}}
+        await self.client.result((await self.client.ask("create_model", told))["request_id"])
+
+    async def load(self, path: str) -> None:
+        """Creates it from a training state."""
+        told = {"session_id": self.session, "model_seq_id": self.place, "path": path, "optimizer": True}
+        await self.client.result((await self.client.ask("load_weights", told))["request_id"])
+
+    async def send(self, path: str, told: Mapping[str, Any]) -> str:
+        """The id of its next request."""
+        self.sent += 1
+        return await self.send_as(self.sent, path, told)
+
+    async def send_as(self, number: int, path: str, told: Mapping[str, Any]) -> str:
+        """The id of the request of this number."""
+        return (await self.client.ask(path, {"model_id": self.id, "seq_id": number, **told}))["request_id"]
+
+    async def do(self, path: str, told: Mapping[str, Any]) -> Any:
+        """What its next request gives."""
+        return json.loads(await self.client.result(await self.send(path, told)))
+
+
+def forward_backward(rows: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Cross-entropy of every token but the first, of each row."""
+    data = []
+    for row in rows:
+        count = len(row) - 1
+        inputs = {
+            "target_tokens": {"data": list(row[1:]), "dtype": "int64", "shape": [count]},
+            "weights": {"data": [1.0] * count, "dtype": "float32", "shape": [count]},
+        }
+        data.append({"model_input": {"chunks": [{"type": "encoded_text", "tokens": list(row[:-1])}]}, "loss_fn_inputs": inputs})
+    return {"forward_backward_input": {"data": data, "loss_fn": "cross_entropy"}}
+
+
+def forward(rows: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """The same without gradients."""
+    return {"forward_input": forward_backward(rows)["forward_backward_input"]}
+
+
+def optim(learning_rate: float) -> dict[str, Any]:
+    """An update; ``eps`` is large enough that a gradient's last bits stay there."""
+    return {"adam_params": {"learning_rate": learning_rate, "eps": 1e-5}}
+
+
+class Sampler:
+    """A sampling session over one path."""
+
+    def __init__(self, client: Client, session: str, place: int, path: str):
+        self.client, self.path, self.id, self.sent = client, path, f"{session}:sample:{place}", 0
+        self._made = {"session_id": session, "sampling_session_seq_id": place, "model_path": path}
+
+    async def create(self) -> None:
+        await self.client.post("create_sampling_session", self._made)
+
+    async def sample(self, prompt: Sequence[int], max_tokens: int, temperature: float, **options: Any) -> Any:
+        """The answer to the session's next request; of one that the server lost, the answer when it was asked anew."""
+        number, self.sent = self.sent, self.sent + 1
+        told = {
+            "sampling_session_id": self.id,
+            "seq_id": number,
+            "num_samples": 1,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": list(prompt)}]},
+            "sampling_params": {"max_tokens": max_tokens, "temperature": temperature, "seed": number, "stop": []},
+            **options,
+        }
+        while True:
+            id = (await self.client.ask("asample", told))["request_id"]
+            try:
+                return json.loads(await self.client.result(id))
+            except Gone:
+                self.client.again["410"] += 1

@@ -1,0 +1,187 @@
+"""Answers that live as long as the process: samples, and whatever else needs no journal.
+
+A client asks again for what a restart took. An answer is kept until it is acknowledged, or ``keep_s`` seconds after it was delivered, or
+``forgotten_s`` after it came where nobody fetches it. Who polls for a whole group, a sampler's requests say, learns in the order of a
+cursor which of them have ended.
+
+All but ``end`` are called in the event loop; ``end`` from any thread.
+"""
+
+import collections
+import dataclasses
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from mint_jax.service.futures import KEEP_S, Conflict, Gone
+from mint_jax.service.waker import Waker
+
+FORGOTTEN_S = 1800.0
+PREFIX = "a-"  # of ids: no future's begins so
+
+
+@dataclasses.dataclass(eq=False)
+class Answer:
+    """One request's answer.
+
+    Attributes:
+        group: who polls for it along with others.
+        number: the request's own in its group.
+        body: its digest, so that a number is not used twice for different ones.
+        what: of the caller's, a stream to be cancelled say.
+        value, failure: one of them once it has ended.
+    """
+
+    id: str
+    group: str
+    number: int | None
+    body: str
+    what: Any = None
+    value: Any = None
+    failure: BaseException | None = None
+    ended: float | None = None
+    delivered: float | None = None
+    place: int = 0
+
+
+def group_of(tenant: str, whose: str, clone: int = 0) -> str:
+    """Who polls together: the requests of one copy of a client, of a sampler say."""
+    return f"{tenant}/{whose}/{clone}"
+
+
+def unknown(id: str) -> Gone:
+    """The error for an id of which nothing is known, or nothing may be told: the two have the same words."""
+    return Gone(f"request {id[:80]!r} is not kept here: the server was started anew, or its answer was delivered; ask again")
+
+
+class Answers:
+    """See the module.
+
+    Args:
+        clock: seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, keep_s: float = KEEP_S, forgotten_s: float = FORGOTTEN_S):
+        self._clock, self.keep_s, self.forgotten_s = clock, keep_s, forgotten_s
+        self._lock = threading.Lock()
+        self._waker = Waker()
+        self._answers: dict[str, Answer] = {}
+        self._numbers: dict[tuple[str, int], str] = {}
+        self._ends: dict[str, collections.OrderedDict[int, Answer]] = {}  # of each group, by place
+        # A client's cursor outlives a restart: places go on behind all that the process before gave out.
+        self._places = time.time_ns() // 1000
+
+    def __len__(self) -> int:
+        return len(self._answers)
+
+    def begin(self, group: str, number: int | None, body: str) -> tuple[Answer, bool]:
+        """The answer to a request, and whether it is new.
+
+        Args:
+            number: the request's own in its group; a number that is there is the same request sent again. None: never sent again.
+
+        Raises:
+            Conflict: another request had this number.
+        """
+        with self._lock:
+            if number is not None and (found := self._answers.get(self._numbers.get((group, number), ""))) is not None:
+                if found.body != body:
+                    raise Conflict(f"request {number} of {group!r} was another one: give a new request a new number")
+                return found, False
+            answer = Answer(PREFIX + uuid.uuid4().hex, group, number, body)
+            self._answers[answer.id] = answer
+            if number is not None:
+                self._numbers[group, number] = answer.id
+        return answer, True
+
+    def withdraw(self, answer: Answer) -> None:
+        """Forgets a request that was not accepted after all: it may be sent again."""
+        with self._lock:
+            self._drop(answer)
+
+    def end(self, answer: Answer, value: Any = None, failure: BaseException | None = None) -> None:
+        """Ends a request; once."""
+        with self._lock:
+            answer.value, answer.failure, answer.ended = value, failure, self._clock()
+            self._places += 1
+            answer.place = self._places
+            self._ends.setdefault(answer.group, collections.OrderedDict())[answer.place] = answer
+        self._waker.wake((answer.id, answer.group))
+
+    def find(self, id: str) -> Answer:
+        """An answer, ended or not.
+
+        Raises:
+            Gone: there is none of this id, or no longer.
+        """
+        found = self._answers.get(id)
+        if found is None:
+            raise unknown(id)
+        return found
+
+    def is_in(self, id: str, group: str) -> bool:
+        """Whether there is such an answer in a group."""
+        return (found := self._answers.get(id)) is not None and found.group == group
+
+    async def wait(self, id: str, timeout_s: float) -> Answer | None:
+        """An answer that has ended; None where it has not in time.
+
+        Raises:
+            Gone: see ``find``.
+        """
+        with self._waker.register(id, task=True) as sleeper:
+            if (found := self.find(id)).ended is None and timeout_s > 0:
+                await self._waker.sleep_task(sleeper, timeout_s)
+        return found if found.ended is not None else None
+
+    async def wait_group(self, group: str, cursor: int, timeout_s: float) -> tuple[list[Answer], int]:
+        """What of a group ended behind a cursor, and the next cursor; empty where nothing did in time."""
+        with self._waker.register(group, task=True) as sleeper:
+            if not (found := self._behind(group, cursor)) and timeout_s > 0:
+                await self._waker.sleep_task(sleeper, timeout_s)
+                found = self._behind(group, cursor)
+        return found, max([cursor, *(answer.place for answer in found)])
+
+    def _behind(self, group: str, cursor: int) -> list[Answer]:
+        with self._lock:
+            return [answer for place, answer in self._ends.get(group, {}).items() if place > cursor]
+
+    def delivered(self, answer: Answer) -> None:
+        """Says that an answer has arrived: from now on it is kept for ``keep_s`` only."""
+        answer.delivered = self._clock()
+
+    def acknowledge(self, ids: Iterable[str]) -> None:
+        """Says that the client has these answers; unknown ids are fine."""
+        with self._lock:
+            for id in ids:
+                if (found := self._answers.get(id)) is not None and found.ended is not None:
+                    self._drop(found)
+
+    def expire(self) -> int:
+        """Drops what has outlived its time; how many."""
+        now = self._clock()
+        with self._lock:
+            gone = [
+                one
+                for one in self._answers.values()
+                if one.ended is not None
+                and (now - one.ended > self.forgotten_s or (one.delivered is not None and now - one.delivered > self.keep_s))
+            ]
+            for one in gone:
+                self._drop(one)
+        return len(gone)
+
+    def _drop(self, answer: Answer) -> None:
+        self._answers.pop(answer.id, None)
+        if (ends := self._ends.get(answer.group)) is not None:
+            ends.pop(answer.place, None)
+            if not ends:
+                del self._ends[answer.group]
+        if answer.number is not None:
+            self._numbers.pop((answer.group, answer.number), None)
+
+    def wake_all(self) -> None:
+        """Ends all waits."""
+        self._waker.wake_all()

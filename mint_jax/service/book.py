@@ -1,0 +1,462 @@
+"""Who is served: sessions, models, samplers and checkpoints, as rows of one SQLite database.
+
+What they hold lies elsewhere: training states in the journal's folder, adapters in the catalog, checkpoints in files. A row of another
+tenant is as if it were not there; only a published checkpoint is seen by all. Whatever creates a row may be sent again, and finds it.
+"""
+
+import dataclasses
+import datetime
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import sqlite
+
+from mint_jax.errors import UserError
+
+META = sa.MetaData()
+SESSIONS = sa.Table(
+    "sessions", META,
+    sa.Column("id", sa.String, primary_key=True),
+    sa.Column("tenant", sa.String, nullable=False, index=True),
+    sa.Column("told", sa.JSON, nullable=False),
+    sa.Column("created", sa.Float, nullable=False),
+    sa.Column("seen", sa.Float, nullable=False),
+    sa.Column("ended", sa.Float),
+)  # fmt: skip
+MODELS = sa.Table(
+    "models", META,
+    sa.Column("id", sa.String, primary_key=True),
+    sa.Column("session", sa.String, nullable=False, index=True),
+    sa.Column("tenant", sa.String, nullable=False, index=True),
+    sa.Column("told", sa.JSON, nullable=False),
+    sa.Column("created", sa.Float, nullable=False),
+    sa.Column("ended", sa.Float),
+)  # fmt: skip
+POINTS = sa.Table(
+    "points", META,
+    sa.Column("model", sa.String, primary_key=True),
+    sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("at", sa.Float, nullable=False),
+    sa.Column("loss", sa.Float),
+    sa.Column("grad_norm", sa.Float),
+)  # fmt: skip
+SAMPLERS = sa.Table(
+    "samplers", META,
+    sa.Column("id", sa.String, primary_key=True),
+    sa.Column("session", sa.String, nullable=False, index=True),
+    sa.Column("tenant", sa.String, nullable=False),
+    sa.Column("path", sa.String),
+    sa.Column("digest", sa.String),
+    sa.Column("clients", sa.Integer, nullable=False),
+    sa.Column("created", sa.Float, nullable=False),
+)  # fmt: skip
+CHECKPOINTS = sa.Table(
+    "checkpoints", META,
+    sa.Column("model", sa.String, primary_key=True),
+    sa.Column("kind", sa.String, primary_key=True),
+    sa.Column("name", sa.String, primary_key=True),
+    sa.Column("tenant", sa.String, nullable=False, index=True),
+    sa.Column("digest", sa.String, nullable=False, index=True),
+    sa.Column("nbytes", sa.Integer, nullable=False),
+    sa.Column("request", sa.String, nullable=False),
+    sa.Column("told", sa.JSON, nullable=False),
+    sa.Column("created", sa.Float, nullable=False),
+    sa.Column("expires", sa.Float),
+    sa.Column("public", sa.Boolean, nullable=False),
+)  # fmt: skip
+SECONDS = ("prefill_s", "decode_s", "train_s", "update_s", "load_s")
+SUMS = (*SECONDS, "prefill_tokens", "decode_tokens", "train_tokens")
+COSTS = sa.Table(
+    "costs", META,
+    sa.Column("tenant", sa.String, primary_key=True),
+    sa.Column("policy", sa.String, primary_key=True, index=True),
+    *(sa.Column(name, sa.Float, nullable=False) for name in SECONDS),
+    *(sa.Column(name, sa.Integer, nullable=False) for name in SUMS[len(SECONDS) :]),
+)  # fmt: skip
+
+
+class NotFound(UserError):
+    """There is no such thing, or it is another tenant's."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Session:
+    """A client's session; ``told`` is what the client says of it: tags, metadata, a display name."""
+
+    id: str
+    tenant: str
+    told: dict[str, Any]
+    created: float
+    seen: float
+    ended: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A policy that is or was trained; ``told`` has its rank, what it adapts and the user's metadata."""
+
+    id: str
+    session: str
+    tenant: str
+    told: dict[str, Any]
+    created: float
+    ended: float | None
+
+
+class Point(NamedTuple):
+    """An update of a policy: the loss of a target before it, None where there was none or it was not finite; the gradient's norm."""
+
+    at: float
+    loss: float | None
+    grad_norm: float | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampler:
+    """Who samples: the bare base, or for good the weights of one digest."""
+
+    id: str
+    session: str
+    tenant: str
+    path: str | None
+    digest: str | None
+    clients: int
+    created: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A model's weights under a name.
+
+    Attributes:
+        kind: ``weights``, ``sampler_weights`` or ``external_weights``.
+        digest: of its bytes.
+        request: which one made it.
+        told: rank, what is adapted, the user's metadata.
+        expires: seconds since 1970; None: never.
+    """
+
+    model: str
+    kind: str
+    name: str
+    tenant: str
+    digest: str
+    nbytes: int
+    request: str
+    told: dict[str, Any]
+    created: float
+    expires: float | None
+    public: bool
+
+    @property
+    def path(self) -> str:
+        return f"tinker://{self.model}/{self.kind}/{self.name}"
+
+
+class Book:
+    """All rows; may be called from any thread. What a change returns from is on the disk.
+
+    Args:
+        path: of the database's file.
+        clock: seconds since 1970.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.time):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.clock = clock
+        self._owners: dict[str, str] = {}
+        self._engine = sa.create_engine(f"sqlite:///{path}", connect_args={"timeout": 30.0})
+        with self._engine.begin() as connection:
+            connection.exec_driver_sql("PRAGMA journal_mode=WAL")
+            META.create_all(connection)
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    # -- sessions
+
+    def open_session(self, tenant: str, told: Mapping[str, Any], id: str | None = None) -> str:
+        """The id of a new session; of one that is named, and made unless it is there, ``id``."""
+        id, now = id or uuid.uuid4().hex, self.clock()
+        self._insert(SESSIONS, id=id, tenant=tenant, told=dict(told), created=now, seen=now)
+        return id
+
+    def session(self, tenant: str, id: str) -> Session:
+        return self._one(Session, SESSIONS, f"session {id!r}", tenant, SESSIONS.c.id == id)
+
+    def sessions(self, tenant: str, limit: int, offset: int) -> list[Session]:
+        """The newest first."""
+        return self._page(Session, SESSIONS, tenant, limit, offset)
+
+    def saw(self, seen: Mapping[str, float]) -> None:
+        """Notes when sessions were heard of last."""
+        with self._engine.begin() as connection:
+            for id, at in seen.items():
+                connection.execute(SESSIONS.update().where(SESSIONS.c.id == id).values(seen=at))
+
+    def end_session(self, id: str) -> list[str]:
+        """Ends a session, and returns its models that had not ended."""
+        with self._engine.begin() as connection:
+            connection.execute(SESSIONS.update().where(SESSIONS.c.id == id, SESSIONS.c.ended.is_(None)).values(ended=self.clock()))
+            mine = (MODELS.c.session == id, MODELS.c.ended.is_(None))
+            found = list(connection.scalars(sa.select(MODELS.c.id).where(*mine)))
+            connection.execute(MODELS.update().where(*mine).values(ended=self.clock()))
+        return found
+
+    def silent(self, seconds: float) -> list[str]:
+        """Sessions that were not heard of for so long and have not ended."""
+        query = sa.select(SESSIONS.c.id).where(SESSIONS.c.ended.is_(None), SESSIONS.c.seen < self.clock() - seconds)
+        with self._engine.connect() as connection:
+            return list(connection.scalars(query))
+
+    # -- models
+
+    def add_model(self, session: str, number: int, tenant: str, told: Mapping[str, Any]) -> Model:
+        """A session's model of this number, which is made unless it is there."""
+        id = f"{session}:train:{number}"
+        self._insert(MODELS, id=id, session=session, tenant=tenant, told=dict(told), created=self.clock())
+        return self.model(tenant, id)
+
+    def model(self, tenant: str, id: str) -> Model:
+        return self._one(Model, MODELS, f"model {id!r}", tenant, MODELS.c.id == id)
+
+    def owner(self, model: str) -> str:
+        """Whose a model is."""
+        if (tenant := self._owners.get(model)) is None:
+            with self._engine.connect() as connection:
+                tenant = connection.execute(sa.select(MODELS.c.tenant).where(MODELS.c.id == model)).scalar()
+            if tenant is None:
+                raise NotFound(f"there is no model {model[:200]!r}")
+            self._owners[model] = tenant
+        return tenant
+
+    def tell_of_model(self, id: str, told: Mapping[str, Any]) -> None:
+        with self._engine.begin() as connection:
+            connection.execute(MODELS.update().where(MODELS.c.id == id).values(told=dict(told)))
+
+    def end_model(self, id: str) -> None:
+        with self._engine.begin() as connection:
+            connection.execute(MODELS.update().where(MODELS.c.id == id, MODELS.c.ended.is_(None)).values(ended=self.clock()))
+
+    def living(self, tenant: str) -> list[Model]:
+        """A tenant's models that have not ended."""
+        with self._engine.connect() as connection:
+            rows = connection.execute(sa.select(MODELS).where(MODELS.c.tenant == tenant, MODELS.c.ended.is_(None)))
+            return [Model(**row._mapping) for row in rows]
+
+    def models(self, tenant: str, limit: int, offset: int) -> list[Model]:
+        """The newest first."""
+        return self._page(Model, MODELS, tenant, limit, offset)
+
+    def models_of(self, tenant: str, session: str) -> list[str]:
+        return self._ids(MODELS, tenant, session)
+
+    def count_models(self, tenant: str) -> int:
+        return self._count(MODELS, tenant)
+
+    # -- how training goes
+
+    def add_points(self, points: Mapping[str, Sequence[Point]]) -> None:
+        """Further updates of models, in order: all of them, or none where this raises."""
+        last = sa.select(sa.func.coalesce(sa.func.max(POINTS.c.number), 0))
+        with self._engine.begin() as connection:
+            for model, some in points.items():
+                start = connection.execute(last.where(POINTS.c.model == model)).scalar_one() + 1
+                rows = [{"model": model, "number": start + i, **point._asdict()} for i, point in enumerate(some)]
+                connection.execute(POINTS.insert(), rows)
+
+    def points(self, model: str, most: int) -> list[tuple[int, Point]]:
+        """A model's updates with their numbers from 1, evenly thinned to at most ``most`` and the last one."""
+        mine = POINTS.c.model == model
+        with self._engine.connect() as connection:
+            last = connection.execute(sa.select(sa.func.max(POINTS.c.number)).where(mine)).scalar() or 0
+            kept = sa.or_(POINTS.c.number % max(1, -(-last // most)) == 0, POINTS.c.number == last)
+            found = connection.execute(sa.select(POINTS).where(mine, kept).order_by(POINTS.c.number))
+            return [(row.number, Point(row.at, row.loss, row.grad_norm)) for row in found]
+
+    # -- samplers
+
+    def add_sampler(self, session: str, number: int, tenant: str, path: str | None, digest: str | None) -> Sampler:
+        """A session's sampler of this number, which is made unless it is there."""
+        id = f"{session}:sample:{number}"
+        made = {"path": path, "digest": digest, "clients": 1, "created": self.clock()}
+        self._insert(SAMPLERS, id=id, session=session, tenant=tenant, **made)
+        return self.sampler(tenant, id)
+
+    def sampler(self, tenant: str, id: str) -> Sampler:
+        return self._one(Sampler, SAMPLERS, f"sampling session {id!r}", tenant, SAMPLERS.c.id == id)
+
+    def join_sampler(self, tenant: str, id: str) -> int:
+        """The number of one more client of a sampler."""
+        self.sampler(tenant, id)
+        with self._engine.begin() as connection:
+            query = SAMPLERS.update().where(SAMPLERS.c.id == id).values(clients=SAMPLERS.c.clients + 1).returning(SAMPLERS.c.clients)
+            return connection.execute(query).scalar_one() - 1
+
+    def samplers_of(self, tenant: str, session: str) -> list[str]:
+        return self._ids(SAMPLERS, tenant, session)
+
+    def stale_snapshots(self, seconds: float, limit: int = 256) -> list[Sampler]:
+        """Samplers of weights that have no name, whose session ended so long ago; at most so many."""
+        query = sa.select(SAMPLERS).join(SESSIONS, SAMPLERS.c.session == SESSIONS.c.id).where(SESSIONS.c.ended < self.clock() - seconds)
+        query = query.where(SAMPLERS.c.path.is_(None), SAMPLERS.c.digest.is_not(None)).limit(limit)
+        with self._engine.connect() as connection:
+            return [Sampler(**row._mapping) for row in connection.execute(query)]
+
+    def remove_samplers(self, ids: Sequence[str]) -> None:
+        with self._engine.begin() as connection:
+            connection.execute(SAMPLERS.delete().where(SAMPLERS.c.id.in_(ids)))
+
+    # -- checkpoints
+
+    def need_free(self, model: str, kind: str, name: str, request: str) -> None:
+        """
+        Raises:
+            UserError: the name is taken by what another request saved.
+        """
+        with self._engine.connect() as connection:
+            found = connection.execute(sa.select(CHECKPOINTS.c.request).where(*_key(model, kind, name))).first()
+        if found is not None and found.request != request:
+            raise UserError(f"tinker://{model}/{kind}/{name} exists already: choose another name, or save with overwrite")
+
+    def add_checkpoint(self, checkpoint: Checkpoint) -> Checkpoint | None:
+        """Adds a row; what it replaces. Whether it may replace anything is ``need_free``'s: a model's saves come one after another."""
+        with self._engine.begin() as connection:
+            found = connection.execute(sa.select(CHECKPOINTS).where(*_key(checkpoint.model, checkpoint.kind, checkpoint.name))).first()
+            old = None if found is None else Checkpoint(**found._mapping)
+            connection.execute(CHECKPOINTS.delete().where(*_key(checkpoint.model, checkpoint.kind, checkpoint.name)))
+            connection.execute(CHECKPOINTS.insert().values(**dataclasses.asdict(checkpoint)))
+        return old
+
+    def checkpoint(self, tenant: str, model: str, kind: str, name: str, published: bool = False) -> Checkpoint:
+        """One of the tenant's own; or, with ``published``, anybody's that is public.
+
+        Raises:
+            NotFound: also where it has expired.
+        """
+        with self._engine.connect() as connection:
+            row = connection.execute(sa.select(CHECKPOINTS).where(*_key(model, kind, name))).first()
+        found = None if row is None else Checkpoint(**row._mapping)
+        expired = found is not None and found.expires is not None and found.expires <= self.clock()
+        if found is None or expired or (found.tenant != tenant and not (published and found.public)):
+            raise NotFound(f"there is no checkpoint {f'tinker://{model}/{kind}/{name}'[:200]}")
+        return found
+
+    def checkpoints(self, tenant: str, model: str | None = None, limit: int | None = None, offset: int = 0) -> list[Checkpoint]:
+        """The newest first; of one model, or of all."""
+        query = sa.select(CHECKPOINTS).where(*self._mine(tenant, model)).order_by(CHECKPOINTS.c.created.desc(), CHECKPOINTS.c.name)
+        with self._engine.connect() as connection:
+            return [Checkpoint(**row._mapping) for row in connection.execute(query.limit(limit).offset(offset))]
+
+    def checkpoint_bytes(self, tenant: str) -> int:
+        """Of all that a tenant has, each content once."""
+        each = sa.select(CHECKPOINTS.c.digest, CHECKPOINTS.c.nbytes).where(*self._mine(tenant, None)).distinct().subquery()
+        with self._engine.connect() as connection:
+            return connection.execute(sa.select(sa.func.coalesce(sa.func.sum(each.c.nbytes), 0))).scalar_one()
+
+    def count_checkpoints(self, tenant: str) -> int:
+        with self._engine.connect() as connection:
+            return connection.execute(sa.select(sa.func.count()).select_from(CHECKPOINTS).where(*self._mine(tenant, None))).scalar_one()
+
+    def _mine(self, tenant: str, model: str | None) -> list[Any]:
+        living = sa.or_(CHECKPOINTS.c.expires.is_(None), CHECKPOINTS.c.expires > self.clock())
+        return [CHECKPOINTS.c.tenant == tenant, living, *([] if model is None else [CHECKPOINTS.c.model == model])]
+
+    def change_checkpoint(self, checkpoint: Checkpoint, **values: Any) -> None:
+        """Other values of ``expires`` or ``public``."""
+        with self._engine.begin() as connection:
+            key = _key(checkpoint.model, checkpoint.kind, checkpoint.name)
+            connection.execute(CHECKPOINTS.update().where(*key).values(**values))
+
+    def remove_checkpoint(self, checkpoint: Checkpoint) -> bool:
+        """Removes a row; whether no other has its bytes."""
+        with self._engine.begin() as connection:
+            connection.execute(CHECKPOINTS.delete().where(*_key(checkpoint.model, checkpoint.kind, checkpoint.name)))
+            return self._unused(connection, checkpoint.digest)
+
+    def unused(self, digest: str, but: Sequence[str] = ()) -> bool:
+        """Whether no checkpoint has these bytes, and no sampler but the ones with these ids."""
+        with self._engine.connect() as connection:
+            return self._unused(connection, digest, but)
+
+    @staticmethod
+    def _unused(connection: sa.Connection, digest: str, but: Sequence[str] = ()) -> bool:
+        of_samplers = sa.select(SAMPLERS.c.id).where(SAMPLERS.c.digest == digest, SAMPLERS.c.id.not_in(but))
+        queries = (sa.select(CHECKPOINTS.c.digest).where(CHECKPOINTS.c.digest == digest), of_samplers)
+        return not any(connection.execute(query.limit(1)).first() for query in queries)
+
+    def expired(self) -> list[Checkpoint]:
+        query = sa.select(CHECKPOINTS).where(CHECKPOINTS.c.expires <= self.clock())
+        with self._engine.connect() as connection:
+            return [Checkpoint(**row._mapping) for row in connection.execute(query)]
+
+    # -- what was spent
+
+    def add_costs(self, costs: Mapping[tuple[str, str], Mapping[str, float]]) -> None:
+        """Adds to what (tenant, policy) have cost: all of it, or nothing where this raises."""
+        rows = [{"tenant": tenant, "policy": policy, **sums} for (tenant, policy), sums in costs.items()]
+        query = sqlite.insert(COSTS)
+        sums = {name: COSTS.c[name] + query.excluded[name] for name in SUMS}
+        with self._engine.begin() as connection:
+            connection.execute(query.on_conflict_do_update(index_elements=["tenant", "policy"], set_=sums), rows)
+
+    def costs(self, by: str, tenant: str | None, limit: int | None, offset: int) -> list[tuple[str, dict[str, Any]]]:
+        """Sums by ``tenant`` or ``policy``, the largest first; of all tenants, or of one."""
+        query = _sums(COSTS.c[by]).order_by(_SECONDS.desc(), COSTS.c[by]).limit(limit).offset(offset)
+        return self._named(query if tenant is None else query.where(COSTS.c.tenant == tenant))
+
+    def costs_of(self, policies: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+        """Sums of these policies, where there are any; at most some hundred."""
+        return self._named(_sums(COSTS.c.policy).where(COSTS.c.policy.in_(policies)))
+
+    def _named(self, query: sa.Select[Any]) -> list[tuple[str, dict[str, Any]]]:
+        with self._engine.connect() as connection:
+            return [(row[0], dict(zip(SUMS, row[1:]))) for row in connection.execute(query)]
+
+    # -- how
+
+    def _insert(self, table: sa.Table, **values: Any) -> None:
+        """Unless its key is there."""
+        with self._engine.begin() as connection:
+            connection.execute(table.insert().prefix_with("OR IGNORE").values(**values))
+
+    def _one(self, kind: Any, table: sa.Table, what: str, tenant: str, *where: Any) -> Any:
+        with self._engine.connect() as connection:
+            row = connection.execute(sa.select(table).where(table.c.tenant == tenant, *where)).first()
+        if row is None:
+            raise NotFound(f"there is no {what[:200]}")
+        return kind(**row._mapping)
+
+    def _page(self, kind: Any, table: sa.Table, tenant: str, limit: int, offset: int) -> list[Any]:
+        query = sa.select(table).where(table.c.tenant == tenant).order_by(table.c.created.desc(), table.c.id).limit(limit).offset(offset)
+        with self._engine.connect() as connection:
+            return [kind(**row._mapping) for row in connection.execute(query)]
+
+    def _ids(self, table: sa.Table, tenant: str, session: str) -> list[str]:
+        query = sa.select(table.c.id).where(table.c.tenant == tenant, table.c.session == session).order_by(table.c.created)
+        with self._engine.connect() as connection:
+            return list(connection.scalars(query))
+
+    def _count(self, table: sa.Table, tenant: str) -> int:
+        with self._engine.connect() as connection:
+            return connection.execute(sa.select(sa.func.count()).select_from(table).where(table.c.tenant == tenant)).scalar_one()
+
+
+_SECONDS = sum((sa.func.sum(COSTS.c[name]) for name in SECONDS), sa.literal(0.0))
+
+
+def _sums(by: sa.Column[Any]) -> sa.Select[Any]:
+    return sa.select(by, *(sa.func.sum(COSTS.c[name]) for name in SUMS)).group_by(by)
+
+
+def _key(model: str, kind: str, name: str) -> Iterable[Any]:
+    return CHECKPOINTS.c.model == model, CHECKPOINTS.c.kind == kind, CHECKPOINTS.c.name == name
+
+
+def iso(at: float) -> str:
+    """ISO 8601 of seconds since 1970."""
+    return datetime.datetime.fromtimestamp(at, datetime.UTC).isoformat()

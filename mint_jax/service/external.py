@@ -1,0 +1,117 @@
+"""Adapters for other engines: a PEFT directory, encrypted to age keys where a client asks for it, and links to its files that expire.
+
+A link carries what it opens and until when, signed with a key of the server: who follows it needs no other right.
+"""
+
+import base64
+import hmac
+import importlib
+import json
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mint_jax import files
+from mint_jax.digest import blake3_of
+from mint_jax.errors import UserError
+from mint_jax.lora import peft
+from mint_jax.lora import tree as lora_tree
+from mint_jax.models import hf
+from mint_jax.models.base import Base, public_name
+from mint_jax.train.held import Held
+
+LINK_S = 3600.0
+SUFFIX = ".age"
+
+
+def write(folder: Path, held: Held, base: Base, specs: Any, recipients: Sequence[str] = ()) -> tuple[str, int]:
+    """Writes an adapter below ``folder``, in a folder named by the digest of its files; the digest, and their bytes.
+
+    Raises:
+        UserError: a recipient is no age public key.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".") as made:
+        paths = list(lora_tree.projections(specs, held.config.targets))
+        name, plain = public_name(base.name), Path(made) / "plain"
+        peft.write_peft(plain, held.adapter(), held.config, hf.module_names(base.cfg, paths), name, hf.is_moe_type(base.cfg))
+        contents = {path.name: path.read_bytes() for path in sorted(plain.iterdir())}
+    if recipients:
+        contents = {name + SUFFIX: _encrypted(data, recipients) for name, data in contents.items()}
+    digest = blake3_of(b"".join(blake3_of(name.encode() + b"\0" + data).encode() for name, data in contents.items()))
+    if not (folder / digest).exists():
+        with files.new_directory(folder / digest) as new:
+            for name, data in contents.items():
+                (new / name).write_bytes(data)
+    return digest, sum(map(len, contents.values()))
+
+
+def _encrypted(data: bytes, recipients: Sequence[str]) -> bytes:
+    try:
+        pyrage: Any = importlib.import_module("pyrage")
+    except ImportError:
+        raise UserError("encryption needs the package pyrage: install mint-jax[serve]") from None
+    try:
+        keys = [pyrage.x25519.Recipient.from_str(text) for text in recipients]
+    except pyrage.RecipientError as reason:
+        raise UserError(f"age_encryption_recipients has what is no age public key ({reason}): give keys that begin with age1") from None
+    return pyrage.encrypt(data, keys)
+
+
+def names(folder: Path, digest: str) -> list[str]:
+    """Of the files."""
+    return sorted(path.name for path in (folder / digest).iterdir())
+
+
+def remove(folder: Path, digest: str) -> None:
+    shutil.rmtree(folder / digest, ignore_errors=True)
+
+
+class Links:
+    """Makes and follows links.
+
+    Args:
+        folder: what they lead into.
+        key: of this server, 32 bytes or more.
+    """
+
+    def __init__(self, folder: Path, key: bytes):
+        self.folder, self._key = folder, key
+
+    def make(self, digest: str, name: str, seconds: float = LINK_S) -> str:
+        """A token that opens one file."""
+        told = json.dumps([digest, name, time.time() + seconds]).encode()
+        return base64.urlsafe_b64encode(self._sign(told) + told).decode().rstrip("=")
+
+    def follow(self, token: str) -> Path:
+        """The file.
+
+        Raises:
+            UserError: the token is not of this server, or its time is over.
+        """
+        try:
+            data = base64.urlsafe_b64decode(token + "=" * (-len(token) % 4))
+        except ValueError:
+            data = b""
+        signature, told = data[:32], data[32:]
+        if not told or not hmac.compare_digest(signature, self._sign(told)):
+            raise UserError("this link is none of this server: ask for new ones")
+        digest, name, until = json.loads(told)
+        if until < time.time():
+            raise UserError("this link has expired: ask for new ones")
+        return self.folder / digest / name
+
+    def _sign(self, told: bytes) -> bytes:
+        return hmac.digest(self._key, told, "sha256")
+
+
+def key_of(path: Path) -> bytes:
+    """The key in a file, which is made where there is none."""
+    if not path.exists():
+        files.write_file(path, secrets.token_bytes(32))
+        path.chmod(0o600)
+    return path.read_bytes()

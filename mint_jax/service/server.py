@@ -1,0 +1,419 @@
+"""One server: a resident base, its loop, and all that outlives the process, below one folder.
+
+FOLDER/server.db     sessions, models, samplers, checkpoints' rows (book.py)
+FOLDER/training/     the journal of accepted training requests, and states of policies (durable.py)
+FOLDER/checkpoints/  training states that were saved, and adapters for other engines (checkpoints.py)
+FOLDER/catalog/      revisions: all that can be sampled, unless a catalog elsewhere is named
+FOLDER/spilled/      states of policies that are idle; nothing of it is needed after a restart
+"""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from mint_jax import params as params_lib
+from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.catalog.packed import unpack
+from mint_jax.catalog.records.database import DatabaseFailed
+from mint_jax.catalog.storage.interface import StorageFailed
+from mint_jax.errors import UserError
+from mint_jax.lora import tree as lora_tree
+from mint_jax.lora.tree import AdapterConfig
+from mint_jax.models import transformer
+from mint_jax.models.base import Base
+from mint_jax.residency.admission import Admission
+from mint_jax.residency.metrics import Metrics
+from mint_jax.residency.residency import Residency
+from mint_jax.residency.slots import DeviceSlots
+from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.request import Request
+from mint_jax.rollout.stream import Stream
+from mint_jax.service import checkpoints as checkpoints_
+from mint_jax.service import external, status
+from mint_jax.service.adapter_metrics import AdapterMetrics
+from mint_jax.service.admin import CostMetrics
+from mint_jax.service.answers import Answers
+from mint_jax.service.book import Book, NotFound
+from mint_jax.service.calls import Call, ForwardBackward, Refused
+from mint_jax.service.checkpoints import Checkpoints
+from mint_jax.service.costs import Costs, Payer
+from mint_jax.service.curves import Curves
+from mint_jax.service.durable import Durable
+from mint_jax.service.fairness import Counters
+from mint_jax.service.futures import Conflict
+from mint_jax.service.loop import Loop
+from mint_jax.service.owned import Owned
+from mint_jax.service.provenance import Sequences
+from mint_jax.service.quotas import OverQuota, Quotas
+from mint_jax.service.weights import Weights
+from mint_jax.train.blocks import BlockShape
+from mint_jax.train.live import SHAPES, Live
+
+ALPHA = 32.0  # of every adapter: its delta is scaled by 32 / rank, whatever its rank (Schulman et al. 2025, "LoRA without regret")
+PIECE_BYTES = 4 << 20  # of an adapter written into a slot between two turns of the loop
+MAINTENANCE_S = 5.0
+NAMED = 4096  # revisions whose policy is remembered
+SAMPLERS = 1 << 16  # that are remembered
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What is on the device, and which programs there are.
+
+    Attributes:
+        slots: of policies in training, by the largest rank that they take.
+        adapters: of adapters to sample from, likewise.
+        shapes: of training steps.
+        max_rows: rows decoded together.
+        cache_bytes: of the sampler's cache; None: see ``rollout.cache``.
+        host_bytes: of idle policies' states, and of cached adapters, in host memory; each.
+        gap_s, idle_gap_s: see ``Loop``.
+        every, every_s: see ``Durable``.
+        session_s: seconds without a sign of life after which a session ends.
+    """
+
+    slots: Mapping[int, int]
+    adapters: Mapping[int, int]
+    shapes: Sequence[BlockShape] = SHAPES
+    max_rows: int = 32
+    cache_bytes: int | None = None
+    host_bytes: int = 4 << 30
+    gap_s: float = 0.5
+    idle_gap_s: float = 2.0
+    every: int = 16
+    every_s: float = 60.0
+    session_s: float = 86400.0
+
+
+log = logging.getLogger("mint_jax.service")
+
+
+class Server:
+    """See the module. ``running`` serves; what it consists of is public, for the routes.
+
+    Args:
+        base: the resident base.
+        folder: of this server; one process at a time has it.
+        sizes: of what is on the device.
+        catalog: a folder or a database's URL; None: inside ``folder``.
+        payloads: see ``Catalog.open``.
+        name: what clients call the base, beside the name that it was loaded by.
+        tokenizer: what clients load the tokenizer by: a name on the hub, or a folder that they see too.
+        peft_folder: below which PEFT adapters may be loaded by path; None: none may.
+        quotas: what tenants may have.
+    """
+
+    def __init__(
+        self,
+        base: Base,
+        folder: Path,
+        sizes: Sizes,
+        catalog: str | Path | None = None,
+        payloads: str | None = None,
+        name: str | None = None,
+        tokenizer: str | None = None,
+        peft_folder: Path | None = None,
+        quotas: Quotas | None = None,
+    ):
+        self.base, self.folder, self.sizes, self.quotas = base, folder, sizes, quotas or Quotas()
+        self._named: dict[str, str] = {}  # the policies of revisions
+        self.name, self.tokenizer = name or base.name, tokenizer or name or base.name
+        self.specs = transformer.abstract(base.cfg)
+        self.families = families(self.specs)
+        every = [target for members in self.families.values() for target in members]
+        self.live = Live(base, sizes.slots, every, sizes.shapes, host_bytes=sizes.host_bytes, folder=folder / "spilled")
+        with contextlib.ExitStack() as opened:
+            self.book = opened.enter_context(contextlib.closing(Book(folder / "server.db")))
+            self.catalog = opened.enter_context(contextlib.closing(Catalog.open(catalog or folder / "catalog", payloads, actor="service")))
+            slots = DeviceSlots(self.specs, dict(sizes.adapters), every, mesh=base.mesh, piece_bytes=PIECE_BYTES)
+            admission = Admission(base.fingerprint, self.specs, {bucket: slots.targets(bucket) for bucket in slots.stacks})
+            self.owned = Owned(self.book, self.quotas, self._state_bytes)
+            self.costs = Costs(self.book, self.policy_of)
+            self.checkpoints = Checkpoints(
+                folder / "checkpoints",
+                self.book,
+                self.catalog,
+                base,
+                offer=lambda *new: self.residency.offer(*new),
+                need_room=self.owned.need_room,
+            )
+            self.metrics = CollectorRegistry()
+            self.weights = Weights(
+                base,
+                self.catalog,
+                also=(self.name,),
+                sampler=self.checkpoints.digest,
+                folder=peft_folder,
+                below=self.checkpoints.fetch,
+            )
+            self.residency = Residency(
+                self.weights.fetch,
+                unpack,
+                admission,
+                slots,
+                sizes.host_bytes,
+                workers=os.cpu_count() or 1,
+                metrics=Metrics(self.metrics),
+                wrote=lambda digest, tenant, seconds: self.costs.charge("load", seconds, {Payer(tenant, digest): 1}),
+            )
+            opened.callback(self.residency.close)
+            self.metrics.register(CostMetrics(self.costs))
+            self.metrics.register(AdapterMetrics(self.residency, self.weights.names_of))
+            decode = None if base.tokenizer is None else base.tokenizer.decode
+            routed = base.cfg.experts is not None
+            self.engine = Engine(base, decode, sizes.max_rows, keep_routes=routed, cache_bytes=sizes.cache_bytes)
+            self.counters = Counters()
+            self.loop = Loop(self.engine, self.live, self.residency, self.counters, sizes.gap_s, sizes.idle_gap_s, PIECE_BYTES, self.costs)
+            self.answers, self.sequences = Answers(), Sequences(routed)
+            self.sampler = functools.lru_cache(SAMPLERS)(self.book.sampler)  # of tenant and id: rows that never change
+            self.curves = Curves(self.book)
+            self.links = external.Links(folder / "checkpoints" / "external", external.key_of(folder / "links.key"))
+            self._opened = opened.pop_all()
+        self.seen: dict[tuple[str, str], float] = {}  # (tenant, session) that were heard of since it was written down
+        self.ready, self.started = False, time.time()
+        self._ending = threading.Event()
+
+    # -- its life
+
+    def warm(self, progress: Callable[[str, int, int], None] | None = None) -> None:
+        """Compiles every program there is."""
+        self.live.warm(progress)
+        self.engine.warm(self.residency.stacks, progress)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator["Server"]:
+        """Serves until the block ends. Training that has not ended then goes on when the folder is served again."""
+        shutil.rmtree(self.folder / "spilled", ignore_errors=True)
+        (self.folder / "spilled").mkdir(parents=True)
+        durable = Durable(
+            self.folder / "training",
+            self.loop.training,
+            self.sizes.every,
+            self.sizes.every_s,
+            store=self.checkpoints,
+            tenant_of=self.book.owner,
+            heard=self.curves.heard,
+            ended=lambda model, number: self.quotas.end_all(model) if number is None else self.quotas.end((model, number)),
+        )
+        self.durable = durable
+        keeper = threading.Thread(target=self._maintain, name="maintenance", daemon=True)
+        try:
+            with self.loop.running():
+                keeper.start()
+                self.ready = True
+                try:
+                    yield self
+                finally:
+                    self.ready = False
+                    self._ending.set()
+                    keeper.join()
+                    durable.close()  # before the loop: what it leaves undone did not fail, and runs again
+                    self.curves.flush()
+            self.costs.flush()
+        finally:
+            self._opened.close()
+
+    def _maintain(self) -> None:
+        while not self._ending.wait(MAINTENANCE_S):
+            try:
+                self.maintain()
+            except Exception:  # a database that is busy, a disk that is full: it is tried again, and what is served goes on
+                log.exception("maintenance failed")
+
+    def maintain(self) -> None:
+        """Lets go of what has outlived its time; called again and again."""
+        self.durable.futures.expire()
+        self.answers.expire()
+        self.curves.flush()
+        self.checkpoints.expire()
+        self.costs.flush()
+        seen, self.seen = self.seen, {}
+        self.book.saw({session: at for (_, session), at in seen.items()})
+        for session in self.book.silent(self.sizes.session_s):
+            self.end_session(session)
+
+    def trouble(self) -> str:
+        """Why requests would not be served now; empty if they would."""
+        if not self.ready:
+            return "it is starting or being stopped"
+        if self.durable.failed is not None:
+            return f"training has failed: {self.durable.failed!r}"
+        return "" if self.engine.serves else "sampling has failed"
+
+    def end_waits(self) -> None:
+        """Ends all long polls, as if their time were over: the server is about to stop."""
+        self.ready = False
+        self.durable.futures.end_waits()
+        self.answers.wake_all()
+
+    def state(self) -> dict[str, Any]:
+        """For those who look into a server."""
+        return status.state_of(self)
+
+    def is_open(self, tenant: str, session: str) -> bool:
+        """Whether a session goes on; if so, it was heard of.
+
+        Raises:
+            NotFound: no such session of the tenant's.
+        """
+        if (tenant, session) not in self.seen and self.book.session(tenant, session).ended is not None:
+            return False
+        self.seen[tenant, session] = self.book.clock()
+        return True
+
+    def need_open(self, tenant: str, session: str) -> None:
+        """Raises:
+        NotFound: the session is over, or not there.
+        """
+        if not self.is_open(tenant, session):
+            raise NotFound(f"session {session!r} is over: open a new one")
+
+    def end_session(self, id: str) -> None:
+        """Ends a session: its models leave training, its checkpoints and samplers stay."""
+        for model in self.book.end_session(id):
+            self.durable.forget(model)
+
+    def policy_of(self, policy: str) -> str:
+        """What costs of a revision are kept under: see ``Costs.by_policy``.
+
+        Raises:
+            DatabaseFailed, StorageFailed: nobody can tell now.
+        """
+        if not checkpoints_.is_digest(policy):
+            return policy
+        if (name := self._named.get(policy) or self.checkpoints.writing.get(policy)) is None and (name := self._in_catalog(policy)):
+            self._named[policy] = name
+            if len(self._named) > NAMED:
+                self._named.pop(next(iter(self._named)), None)
+        return name or policy
+
+    def _in_catalog(self, digest: str) -> str | None:
+        """A model's id, or another policy's full name; None of an adapter of a folder, or what is retired."""
+        try:
+            name = self.catalog.resolve(digest).policy
+        except (DatabaseFailed, StorageFailed):
+            raise
+        except UserError:
+            return None
+        _, _, model = name.partition("/")
+        try:
+            self.book.owner(model)
+        except NotFound:
+            return name
+        return model
+
+    # -- what clients call things
+
+    def is_base(self, name: str) -> bool:
+        """Whether a client means the resident base."""
+        return name.lower() in {self.name.lower(), self.base.name.lower()}
+
+    def need_base(self, name: str | None) -> None:
+        """
+        Raises:
+            UserError: another base than the one that is here.
+        """
+        if name is not None and not self.is_base(name):
+            raise UserError(f"base_model is {name[:100]!r}; this server has {self.name}: ask for that")
+
+    def adapter_config(self, rank: int, train: Mapping[str, bool]) -> AdapterConfig:
+        """The adapter of a rank over families of projections (``train_attn``, ``train_mlp``, ``train_unembed``).
+
+        Raises:
+            UserError: a rank that there are no slots for, or nothing to train.
+        """
+        most = max(self.sizes.slots)
+        if type(rank) is not int or not 1 <= rank <= most:
+            raise UserError(f"rank is {str(rank)[:40]}; this server trains ranks from 1 to {most}")
+        targets = [target for family, members in self.families.items() if train.get(family, True) for target in members]
+        if not targets:
+            raise UserError(f"nothing is to be trained: set one of {', '.join(self.families)}")
+        return AdapterConfig(rank, ALPHA, tuple(targets))
+
+    def trained_families(self, config: AdapterConfig) -> dict[str, bool]:
+        """Which families of projections an adapter has."""
+        return {family: any(target in config.targets for target in members) for family, members in self.families.items()}
+
+    def copy(self, tenant: str, source: str, session: str, place: int, ttl_s: int | None) -> str:
+        """The path of a copy of a checkpoint, of a model that is not in training.
+
+        Raises:
+            NotFound: the source or the session.
+            Conflict: the session has another model of this number.
+        """
+        self.book.session(tenant, session)
+        row = self.book.checkpoint(tenant, *checkpoints_.parse(source), published=True)
+        config = self.checkpoints.config(row)
+        told = {"rank": config.rank, "train": self.trained_families(config), "metadata": row.told.get("metadata"), "copy_of": source}
+        model = self.book.add_model(session, place, tenant, told)
+        if model.told.get("copy_of") != source:
+            raise Conflict(f"model {model.id!r} is another one: give a copy a new model_seq_id")
+        self.book.end_model(model.id)
+        return self.checkpoints.copy(tenant, source, model.id, f"copy of {source}", ttl_s)
+
+    # -- what tenants ask for, within what they may have
+
+    def submit(self, request: Request) -> Stream:
+        """Asks the engine, within the tenant's quota of tokens.
+
+        Raises:
+            Busy, OverQuota, UserError, QueueFull: see ``Quotas.begin`` and ``Engine.submit``.
+        """
+        key = object()
+        self.quotas.begin(key, request.tenant, len(request.prompt) + request.n * request.max_tokens)
+        try:
+            stream = self.engine.submit(request)
+        except BaseException:
+            self.quotas.end(key)
+            raise
+        stream.when_done(lambda _: self.quotas.end(key))
+        return stream
+
+    async def submit_training(self, model: str, tenant: str, number: int, call: Call) -> str:
+        """The id of a training request, within the tenant's quota of tokens; one that would never fit fails through its future.
+
+        Raises:
+            Busy: see ``Quotas.begin``.
+        """
+        if not isinstance(call, ForwardBackward):
+            return await self.durable.submit_task(model, number, call)
+        new, key = False, (model, number)
+        try:
+            new = self.quotas.begin(key, tenant, sum(datum.tokens.size for datum in call.data))
+        except OverQuota as reason:
+            call = Refused(str(reason))
+        ended = True
+        try:
+            id = await self.durable.submit_task(model, number, call)
+            ended = self.durable.futures.wait(id) is not None
+        finally:
+            if new and ended:  # refused, or the same request again, which has ended already
+                self.quotas.end(key)
+        return id
+
+    def _state_bytes(self, rank: int, train: Mapping[str, bool]) -> int:
+        """Of the weights and the two moments of a policy."""
+        return 3 * params_lib.nbytes(lora_tree.adapter_specs(self.specs, self.adapter_config(rank, train)))
+
+    def request(self, request: Request, digest: str | None, tenant: str) -> Request:
+        """A request for the bare base, of the weights that a digest names."""
+        return dataclasses.replace(request, revision=digest, tenant=tenant)
+
+
+def families(specs: Any) -> dict[str, tuple[str, ...]]:
+    """Tinker's three families of projections of a base: experts are of the MLP; embedding and router of none."""
+    out: dict[str, list[str]] = {"train_attn": [], "train_mlp": [], "train_unembed": ["unembed"]}
+    for target, paths in lora_tree.target_paths(specs).items():
+        if target not in lora_tree.UNUSUAL:
+            out["train_attn" if any("attn" in path.split("/") for path in paths) else "train_mlp"].append(target)
+    return {family: tuple(targets) for family, targets in out.items()}

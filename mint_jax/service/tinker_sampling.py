@@ -1,0 +1,120 @@
+"""Tinker's sampling: sessions of a base or of weights that were saved, and samples, which are answers of this process."""
+
+import asyncio
+import zlib
+
+from starlette.requests import Request as Asked
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from mint_jax.digest import blake3_of
+from mint_jax.errors import UserError
+from mint_jax.models.paged import PAGE
+from mint_jax.residency.loads import QueueFull
+from mint_jax.rollout.stream import Stream
+from mint_jax.service.answers import Answer, group_of
+from mint_jax.service.asking import Handler, beside, given, tenant_of, told_in
+from mint_jax.service.durable import Unavailable
+from mint_jax.service.futures import Conflict
+from mint_jax.service.quotas import Busy
+from mint_jax.service.server import Server
+from mint_jax.service.wire import samples as wire_samples
+from mint_jax.service.wire.reading import integer, text
+
+CLONE = 1_000_000_000  # samples of the n-th copy of a client are numbered from n times this
+
+
+class Sampling:
+    """The handlers over one server."""
+
+    def __init__(self, server: Server):
+        self.server = server
+
+    def routes(self) -> list[Route]:
+        posts: dict[str, Handler] = {
+            "create_sampling_session": self.create_sampling_session,
+            "join_sampling_session": self.join_sampling_session,
+            "asample": self.asample,
+        }
+        found = Route("/api/v1/samplers/{sampler}", self.sampler, methods=["GET"])
+        return [Route(f"/api/v1/{path}", handler, methods=["POST"]) for path, handler in posts.items()] + [found]
+
+    async def create_sampling_session(self, request: Asked) -> Response:
+        told, tenant = await told_in(request), tenant_of(request)
+        session = text(told.get("session_id"), "session_id")
+        place = integer(told.get("sampling_session_seq_id"), "sampling_session_seq_id", 0)
+        self.server.need_open(tenant, session)
+        path = given(told, "model_path", text)
+        digest = self._weights(tenant, path, given(told, "base_model", text))
+        sampler = await asyncio.to_thread(self.server.book.add_sampler, session, place, tenant, path, digest)
+        if (sampler.path, sampler.digest) != (path, digest):
+            raise Conflict(f"sampling session {sampler.id!r} is of {sampler.path or self.server.name}: give another a new number")
+        return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler.id})
+
+    def _weights(self, tenant: str, path: str | None, base_model: str | None) -> str | None:
+        """The digest of what is to be sampled; None for the bare base."""
+        if path is None and base_model is None:
+            raise UserError("neither model_path nor base_model is given: say what to sample")
+        self.server.need_base(base_model)
+        if path is None:
+            return None
+        return self.server.checkpoints.digest(tenant, path)
+
+    async def join_sampling_session(self, request: Asked) -> Response:
+        id = text((await told_in(request)).get("sampling_session_id"), "sampling_session_id")
+        count = await asyncio.to_thread(self.server.book.join_sampler, tenant_of(request), id)
+        return JSONResponse({"type": "join_sampling_session", "client_counter": count})
+
+    async def sampler(self, request: Asked) -> Response:
+        found = self.server.sampler(tenant_of(request), request.path_params["sampler"])
+        return JSONResponse({"sampler_id": found.id, "base_model": self.server.name, "model_path": found.path})
+
+    async def asample(self, request: Asked) -> Response:
+        body, tenant, server = await request.body(), tenant_of(request), self.server
+        if trouble := server.trouble():
+            raise Unavailable(trouble)
+        message = await beside(len(body), lambda: wire_samples.read(body))
+        if message.sampling_session_id is not None:
+            group, place = message.sampling_session_id, message.seq_id
+            digest = self.server.sampler(tenant, group).digest
+        else:  # SDKs before sampling sessions: nothing tells a request that is sent again
+            group, place = "", None
+            digest = self._weights(tenant, message.model_path, message.base_model)
+        clone = 0 if place is None else place // CLONE
+        answer, new = server.answers.begin(group_of(tenant, group, clone), place, blake3_of(body))
+        if new:
+            try:
+                await beside(len(body), lambda: self._sample(answer, message, tenant, digest))
+            except (QueueFull, Busy):
+                server.answers.withdraw(answer)
+                raise
+            except UserError as reason:
+                server.answers.end(answer, failure=reason)
+        count = 1 if answer.what is None else answer.what.request.n
+        ids = [f"{answer.id}.{i}" for i in range(count)]
+        return JSONResponse({"request_id": answer.id, "sample_sequence_ids": ids})
+
+    def _sample(self, answer: Answer, message: wire_samples.Message, tenant: str, digest: str | None) -> None:
+        server = self.server
+        eos = () if server.base.tokenizer is None else server.base.tokenizer.eos_ids
+        # Of a sample without a limit: what the cache holds, a page for each of its two ends left out.
+        room = min(server.base.cfg.context, max(1, server.engine.cache.most - 2) * PAGE)
+        # The same request sent again is another answer's: what nobody seeded may differ.
+        asked = message.asked(room, eos, zlib.crc32(answer.id.encode()))
+        stream = server.submit(server.request(asked.request, digest, tenant))
+        answer.what = stream
+
+        def ended(stream: Stream) -> None:
+            try:
+                completions = stream.result()
+            except Exception as failure:
+                server.answers.end(answer, failure=failure)
+                return
+            if any(completion.finish == "cancelled" for completion in completions):
+                server.answers.end(answer, failure=UserError("this sample was cancelled before it was done: ask again"))
+                return
+            for i, completion in enumerate(completions):
+                server.sequences.add(f"{answer.id}.{i}", tenant, completion)
+            server.answers.end(answer, (asked, completions))
+
+        stream.when_done(ended)

@@ -1,0 +1,178 @@
+"""A sweep as data: grids of points over existing jobs, what others report of the same, and what is drawn.
+
+A *point* is one combination of a grid's axes: one command line, or one for each seed. What it prints is a job's result, of which the grid
+says where its figures stand. So a sweep measures nothing itself.
+"""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from mint_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Grid:
+    """Points over one job.
+
+    Attributes:
+        config: of the job that every point runs, with its size, such as configs/bench/handoff.py:ci; {setting} as in options.
+        about: what the grid shows, in a line.
+        axes: setting and its values; there is a point for each combination.
+        without: combinations that are left out: settings of an axis or several, by name.
+        options: of the command line; {setting} is a point's value, {workdir} the sweep's folder, {beside} the one that it lies in.
+        seeds: one run each, whose numbers are merged; none: one run without a seed.
+        minutes: that a run takes, roughly; the time left goes by it.
+        each: setting and values that one run measures together; the report has a row for each combination.
+        figures: name of a figure and where it stands in the run's result: a/b, where name=value finds an entry of a list.
+        data: the same for what is drawn and is no figure.
+        curve: a column of the run's metrics.jsonl that is kept step by step.
+        curve_of: whose rows of it, by name.
+        reads: files that the runs read; when they change, the points are run again.
+    """
+
+    config: str
+    about: str = ""
+    axes: dict[str, Any]
+    without: tuple[Any, ...] = ()
+    options: tuple[str, ...] = ()
+    seeds: tuple[int, ...] = ()
+    minutes: float = 1.0
+    each: dict[str, Any]
+    figures: dict[str, str]
+    data: dict[str, str]
+    curve: str = ""
+    curve_of: str = ""
+    reads: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reference:
+    """What somebody else reports of the same quantity.
+
+    Attributes:
+        who: as tables and pictures name it.
+        source: where it is reported.
+        grid: of the points that it stands beside.
+        settings: that it was measured at, by the names of the grid's.
+        figures: name of a figure and its value.
+        note: what is different there.
+    """
+
+    who: str
+    source: str
+    grid: str
+    settings: dict[str, Any]
+    figures: dict[str, Any]
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Picture:
+    """What is drawn of a grid.
+
+    Attributes:
+        grid: whose rows.
+        kind: lines (a figure over a setting), curves (over steps, with bands) or timeline (a lane a policy).
+        x: setting on the horizontal axis of lines.
+        y: figure on the vertical one of lines; of timeline the name of the data.
+        by: settings that part the rows into lines; all others must be of one value, or are panels.
+        panels: setting of which each value has a panel of its own.
+        log: axes with a logarithmic scale: x, y or xy.
+    """
+
+    grid: str
+    kind: str = "lines"
+    x: str = ""
+    y: str = ""
+    by: tuple[str, ...] = ()
+    panels: str = ""
+    log: str = ""
+
+
+class Point(NamedTuple):
+    """One combination of a grid's axes.
+
+    Attributes:
+        grid: its name.
+        of: the grid itself.
+        settings: by axis.
+    """
+
+    grid: str
+    of: Grid
+    settings: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Names the point, and its folder."""
+        words = (f"{key}={value}" for key, value in self.settings.items())
+        return "-".join([self.grid, *(re.sub(r"[^\w.=]+", "_", word) for word in words)])
+
+    def arguments(self) -> list[str]:
+        """Config and options of the command line, with places still to be filled in."""
+        places = {"workdir": "{workdir}", "beside": "{beside}"}
+        templates = (f"--config={self.of.config}", *self.of.options)
+        return [_fill(template, self.settings | places, f"grids.{self.grid}.options") for template in templates]
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        """The settings of each row that the point's run measures."""
+        for values in itertools.product(*self.of.each.values()):
+            yield self.settings | dict(zip(self.of.each, values))
+
+
+def points_of(grids: Mapping[str, Grid]) -> list[Point]:
+    """All points, grid by grid.
+
+    Raises:
+        UserError: an axis without values, a name that no axis has, or two points of one name.
+    """
+    points = []
+    for name, grid in grids.items():
+        for where, axes in (("axes", grid.axes), ("each", grid.each)):
+            for axis, values in axes.items():
+                if not isinstance(values, tuple | list) or not values:
+                    raise UserError(f"grids.{name}.{where}.{axis} is {values!r}; expected a tuple with at least one value")
+        whole = [dict(zip(grid.axes, values)) for values in itertools.product(*grid.axes.values())]
+        points += [Point(name, grid, one) for one in whole if not any(dict(w).items() <= one.items() for w in grid.without)]
+    for point in points:
+        point.arguments()
+        for row in point.rows():
+            for path in (*grids[point.grid].figures.values(), *grids[point.grid].data.values()):
+                _fill(path, row, f"grids.{point.grid}.figures")
+    names = [point.name for point in points]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise UserError(f"two points are called {sorted(twice)[0]}: give an axis each value once")
+    return points
+
+
+def figure_at(result: Any, path: str, settings: Mapping[str, Any]) -> Any:
+    """What stands in a result.
+
+    Args:
+        path: names joined by ``/``; ``name=value`` is the first such entry of a list, and ``{setting}`` a value of the row's.
+
+    Raises:
+        KeyError: nothing does.
+    """
+    found, filled = result, _fill(path, settings, "figures")
+    for part in filled.split("/"):
+        if isinstance(found, list):
+            name, _, value = part.partition("=")
+            found = next((entry for entry in found if str(entry.get(name)) == value), None)
+            if found is None:
+                raise KeyError(f"the result has no {filled}: no entry with {part}")
+        elif isinstance(found, Mapping) and part in found:
+            found = found[part]
+        else:
+            raise KeyError(f"the result has no {filled}: no {part}")
+    return found
+
+
+def _fill(template: str, values: Mapping[str, Any], where: str) -> str:
+    try:
+        return template.format(**values)
+    except (KeyError, IndexError) as error:
+        raise UserError(f"{where} has {template!r}, but there is no setting {error}: there are {', '.join(values)}") from None

@@ -1,0 +1,375 @@
+"""The programs of ``launch/`` against stand-ins of gcloud, SLURM, kubectl and Ray: what they would do, what they do, how they end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.catalog.packed import unpack
+from tests.launchers import jobset_schema, stand_ins
+
+ROOT = Path(__file__).parents[2]
+LAUNCH = ROOT / "launch"
+JOB = ["--", "--config=configs/tiny/sft.py", "--workdir=/runs/it's one", "--config.steps=2"]
+WHERE = ["--project=p", "--zone=z", "--accelerator_type=v5p-16", "--runtime_version=v2"]
+TPU = ["bash", LAUNCH / "tpu_pod.sh", "--name=run1", *WHERE]
+SLURM = ["bash", "launch/slurm.sbatch", "--nodes=2", "--gpus-per-node=0"]
+GKE = [sys.executable, LAUNCH / "gke_jobset.py", "--name=run1", "--image=here", "--hosts=2"]
+RAY = [sys.executable, LAUNCH / "ray_job.py", "--address=http://head:8265", "--nodes=2"]
+# What runs in place of mint_jax.launch: says who it is and ends with what the file "status" says, which it moves on.
+TOLD = 'echo "$MINT_PROCESS$SLURM_PROCID of $MINT_PROCESSES$SLURM_NTASKS got $*"'
+
+
+@pytest.fixture
+def place(tmp_path):
+    """A folder of stand-ins, whose hosts have a program in place of the job's."""
+    stand_ins.repository(tmp_path / "home", f"{TOLD}; exit 0")
+    return tmp_path
+
+
+def launch(place: Path, command: list, **settings) -> subprocess.CompletedProcess[str]:
+    env = stand_ins.install(place, **settings) | {"RAY_NODES": str(settings.get("nodes", 2))}
+    cwd = place / "home" / "mint_jax"
+    return subprocess.run([str(one) for one in command], cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
+
+
+def hosts_run(place: Path, line: str) -> None:
+    stand_ins.script(place / "home" / "mint_jax" / ".venv" / "bin" / "python", line)
+
+
+def verbs(place: Path) -> list[str]:
+    """Of gcloud's and kubectl's calls."""
+    return [one[4 if one[0] == "gcloud" else 2] for one in stand_ins.calls(place)]
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        (
+            [*TPU, "--setup=make it", "--collect=out", "--restarts=1", "--create_flag=--spot"],
+            [
+                "gcloud compute tpus queued-resources create run1 --node-id=run1 --project=p --zone=z --accelerator-type=v5p-16 "
+                "--runtime-version=v2 --spot --quiet",
+                "--worker=all --ssh-flag=-tt --quiet --command=make\\ it",
+                "mint_jax.launch\\ --distributed=2\\ --config=configs/tiny/sft.py\\ --workdir=/runs/it\\\\\\'s\\\\\\ one",
+                "# once more after a failure: 1 times",
+                "gcloud compute tpus tpu-vm scp --recurse run1:/runs/it\\'s\\ one out --project=p --zone=z --worker=0",
+                "gcloud compute tpus queued-resources delete run1 --project=p --zone=z --force --quiet",
+                "# host 1: process 1 of 2",
+            ],
+        ),
+        (
+            ["bash", "launch/slurm.sbatch", "--nodes=2", "--gpus-per-node=2", "--partition=x"],
+            [
+                "sbatch --nodes=2 --ntasks=4 --ntasks-per-node=2 --gpus-per-node=2 --partition=x launch/slurm.sbatch -- --config=",
+                "srun --kill-on-bad-exit=1 --wait=60 .venv/bin/python -u -m mint_jax.launch --distributed=4 --config=",
+                "# process 3, on node 1: SLURM_PROCID=3 SLURM_NTASKS=4 SLURM_LOCALID=1; coordinator: node 0",
+            ],
+        ),
+        (
+            GKE,
+            [
+                "kubectl --namespace=default create --filename=-",
+                "kubectl --namespace=default delete jobset run1",
+                "# host 1: MINT_COORDINATOR=run1-workers-0-0.run1:8476 MINT_PROCESSES=2 MINT_PROCESS=1",
+            ],
+        ),
+        (
+            [*GKE, "--accelerator=tpu-v5p-slice", "--topology=2x2x2"],
+            ["google.com/tpu: 4", "gke-tpu-topology: 2x2x2", "# host 1: TPU_WORKER_ID and TPU_WORKER_HOSTNAMES from GKE"],
+        ),
+        (
+            [*RAY, "--directory=/r", "--gpus=8"],
+            [
+                "ray job submit --address=http://head:8265",
+                "-- python ray_job.py --driver --address=http://head:8265 --nodes=2 --directory=/r --gpus=8 -- --config=",
+                "{'CPU': 1.0, 'GPU': 8.0} on each of 2 nodes",
+                "# node 1: MINT_COORDINATOR=ADDRESS_OF_NODE_0:FREE_PORT MINT_PROCESSES=2 MINT_PROCESS=1",
+            ],
+        ),
+    ],
+    ids=["tpu", "slurm", "gke", "gke-tpu", "ray"],
+)
+def test_a_dry_run_prints_the_commands_and_what_each_host_is_told_and_runs_nothing(place, command, says):
+    done = launch(place, [*command, "--dry_run", *JOB])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [one for one in says if one not in done.stdout] == []
+    assert stand_ins.calls(place) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ([*TPU[:2], "--name=a", *JOB], "--project is missing: give --project=PROJECT"),
+        ([*TPU[:3], *WHERE[:1], *JOB], "--zone is missing"),
+        ([*TPU[:3], *WHERE[:3], *JOB], "--runtime_version is missing: give --runtime_version=v2-alpha-tpuv5"),
+        ([*TPU, "--accelerator_type=h100-8", *JOB], "--accelerator_type=h100-8: expected v2-"),
+        ([*TPU, "--name=Run_1", *JOB], "--name=Run_1: expected lower-case letters"),
+        ([*TPU, "--wait=soon", *JOB], "--wait=soon: expected a whole number"),
+        ([*TPU, "--config=x"], "unknown option --config=x: options stand before --"),
+        (TPU, "no command: give -- --config=FILE --workdir="),
+        ([*TPU, "--", "--config=x"], "no workdir behind --"),
+        ([*SLURM[:3], *JOB], "--gpus-per-node=: give the GPUs of a node"),
+        ([*SLURM[:2], "--gpus-per-node=8", *JOB], "--nodes=: give the number of nodes, such as --nodes=2"),
+        ([*SLURM, "--", "--workdir=x"], "no config behind --: give --config=FILE"),
+        ([*SLURM, "--workdir=x"], "--workdir=x stands before --"),
+        ([*GKE[:3], "--hosts=2", *JOB], "--image is missing: give --image=REGISTRY/mint_jax:TAG"),
+        ([*GKE, "--topology=2x2x4", *JOB], "--accelerator and --topology describe a TPU slice together"),
+        ([*GKE, "--accelerator=a", "--topology=3x3", *JOB], "--topology=3x3 is no slice that --hosts=2 share evenly"),
+        ([*GKE, "--", "--config=x", "--workdir=runs/x"], "--workdir is outside /runs"),
+        ([*GKE, "--imaeg=x", *JOB], "unrecognized arguments: --imaeg=x"),
+        ([*RAY, *JOB], "--directory is missing: give --directory=/shared/mint_jax"),
+        ([*RAY, "--directory=here", *JOB], "--directory=here: expected an absolute path"),
+        ([*RAY, "--directory=/r", "--", "--config=x"], "no workdir behind --"),
+    ],
+)
+def test_a_mistake_is_one_line_before_anything_is_made(place, command, says):
+    done = launch(place, command)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: {says}")
+    assert done.stderr.count("\n") == 1
+    assert stand_ins.calls(place) == []
+
+
+def test_a_tpu_slice_is_made_used_collected_and_deleted(place):
+    hosts_run(place, f"{TOLD}; mkdir -p out && touch out/result.json")
+    job = ["--", "--config=x.py", "--workdir=out", "--config.name=it's two"]
+    states = [["WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE"]]
+    done = launch(place, [*TPU, "--setup=touch ready", f"--collect={place / 'kept'}", *job], states=states)
+    assert done.returncode == 0, done.stderr
+    assert verbs(place) == ["list", "create", "list", "list", "list", "describe", "ssh", "ssh", "scp", "delete"]
+    told = "-u -m mint_jax.launch --distributed=2 --config=x.py --workdir=out --config.name=it's two"
+    assert sorted(done.stdout.splitlines()) == [f"{i} of 2 got {told}" for i in range(2)]
+    assert (place / "home" / "ready").exists()
+    assert (place / "kept" / "out" / "result.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "line", "status", "says", "called"),
+    [
+        ({"states": [["FAILED"]]}, [], "exit 0", 1, "became FAILED: is there quota for v5p-16 in z?", "list create list delete"),
+        ({"states": [["CREATING"]]}, ["--wait=0"], "exit 0", 1, "is CREATING after 0 s: give a longer --wait", "list create list delete"),
+        ({"states": [["ACTIVE"]], "described": "READY\t1"}, [], "", 1, "not all its 2 hosts", "list create list describe delete"),
+        # a process fails on a slice that is then preempted: a new one, and no third
+        (
+            {"states": [["ACTIVE", "SUSPENDED"], ["ACTIVE"]]},
+            ["--restarts=1", "--setup=true"],
+            "exit 7",
+            7,
+            "the job ended with status 7",
+            "list create list describe ssh ssh list delete create list describe ssh ssh delete",
+        ),
+        ({"states": [["ACTIVE"]]}, ["--restarts=2"], "exit 2", 2, "status 2", "list create list describe ssh delete"),
+        ({"states": [["ACTIVE"]]}, ["--setup=exit 3"], "exit 0", 1, "the setup failed", "list create list describe ssh delete"),
+        ({"states": [["ACTIVE"]]}, ["--keep"], "exit 0", 0, "run1 is left; delete it with: gcloud", "list create list describe ssh"),
+        ({"states": [["ACTIVE"]], "found": True}, [], "exit 0", 0, "status 0", "list describe ssh"),
+        ({"states": [["CREATING"]], "found": True}, [], "exit 0", 1, "is CREATING, made by another", "list"),
+    ],
+    ids=["no quota", "no slice", "a host less", "preempted", "mistake", "setup", "keep", "found", "another's"],
+)
+def test_however_it_ends_a_slice_that_was_made_is_deleted(place, settings, options, line, status, says, called):
+    hosts_run(place, line)
+    done = launch(place, [*TPU, *options, *JOB], **settings)
+    assert done.returncode == status, done.stderr
+    assert says in done.stderr
+    assert verbs(place) == called.split()
+
+
+def test_an_interrupt_ends_the_hosts_and_deletes_the_slice(place):
+    hosts_run(place, "touch begun$MINT_PROCESS; exec /bin/sleep 600")
+    env = stand_ins.install(place, states=[["ACTIVE"]])
+    command = ["env", "--default-signal=INT", *map(str, TPU), *JOB]  # a shell that was started in the background ignores it
+    process = subprocess.Popen(command, cwd=place, env=env, start_new_session=True, stderr=subprocess.PIPE, text=True)
+    while not all((place / "home" / "mint_jax" / f"begun{i}").exists() for i in range(2)):
+        assert process.poll() is None
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)  # as the terminal's Ctrl-C does
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "deleting run1" in said
+    assert verbs(place)[-1] == "delete"
+
+
+WORKERS = ("spec", "replicatedJobs", 0)
+PODS = (*WORKERS, "template", "spec")
+POD = (*PODS, "template", "spec")
+GONE = object()
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        (("spec",), GONE, "'spec' is a required property"),
+        (("spec", "failurePolicy", "maxrestarts"), 1, "'maxrestarts' was unexpected"),
+        (("spec", "failurePolicy", "rules", 0, "action"), "Retry", "'Retry' is not one of"),
+        ((*WORKERS, "name"), "Workers", "'Workers' does not match"),
+        ((*WORKERS, "replicas"), "1", "'1' is not of type 'integer'"),
+        ((*PODS, "completions"), GONE, "an Indexed job needs completions"),
+        (("metadata", "name"), "a" * 60, "a host name at most 63"),
+        ((*POD, "restartPolicy"), "Always", "'Always' is not one of"),
+        ((*POD, "restartPolicy"), "OnFailure", "podFailurePolicy needs restartPolicy Never"),
+        ((*POD, "volumes"), [], "mounts runs, and volumes are []"),
+        ((*POD, "containers", 0, "args"), "--x", "'--x' is not of type 'array'"),
+        ((*POD, "containers", 0, "name"), "other", "names container mint-jax"),
+        ((*POD, "containers", 0, "resources", "limits", "google.com/tpu"), "four", "'four' is not valid"),
+    ],
+)
+def test_the_check_of_jobsets_refuses_what_a_server_refuses(path, value, says):
+    jobset = yaml.safe_load((LAUNCH / "gke_jobset.yaml").read_text())
+    assert jobset_schema.problems(jobset) == []
+    *above, last = path
+    part = jobset
+    for key in above:
+        part = part[key]
+    if value is GONE:
+        del part[last]
+    else:
+        part[last] = value
+    found = jobset_schema.problems(jobset)
+    assert any(says in one for one in found), found
+
+
+@pytest.mark.parametrize("nodes", [[], ["--gpus=8"], ["--accelerator=tpu-v6e-slice", "--topology=2x4"]], ids=["cpu", "gpu", "tpu"])
+def test_the_jobsets_that_are_made_pass_the_check(place, nodes):
+    done = launch(place, [*GKE, *nodes, "--claim=mine", "--restarts=5", "--dry_run", *JOB])
+    jobset = yaml.safe_load(done.stdout)
+    assert jobset_schema.problems(jobset) == []
+    assert jobset["spec"]["failurePolicy"]["maxRestarts"] == 5
+    [container] = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"]
+    assert container["args"] == ["--distributed=2", *JOB[1:]]
+    assert ("env" in container) == (not nodes or "gpus" in nodes[0])
+
+
+@pytest.mark.parametrize(
+    ("line", "restarts", "status", "says", "attempts"),
+    [
+        (f"[ -e first ] || {{ touch first; exit 1; }}; {TOLD}", 1, 0, "1 of 2 got -u -m mint_jax.launch --distributed=2", 2),
+        ("exit 1", 1, 1, "the JobSet run1 failed after 1 restarts: a pod ended with status 1", 2),
+        ("exit 2", 1, 1, "the JobSet run1 failed after 0 restarts: a pod ended with status 2", 1),
+    ],
+    ids=["second time", "failure", "mistake"],
+)
+def test_a_jobset_is_made_followed_and_deleted(place, line, restarts, status, says, attempts):
+    hosts_run(place, line)
+    done = launch(place, [*GKE, f"--restarts={restarts}", *JOB])
+    assert done.returncode == status, done.stderr
+    assert says in done.stdout + done.stderr
+    assert (verbs(place)[0], verbs(place)[-1]) == ("create", "delete")
+    assert len(list(place.glob("pod-*-0.log"))) == attempts
+
+
+def test_pods_that_do_not_start_are_named_in_bounded_time_and_deleted(place):
+    done = launch(place, [*GKE, "--wait=0", *JOB], pending=True)
+    assert done.returncode == 1
+    assert "not all 2 hosts came in 0 s" in done.stderr
+    assert verbs(place)[-1] == "delete"
+
+
+@pytest.mark.parametrize(
+    ("line", "options", "status", "says", "attempts"),
+    [
+        (TOLD, [], 0, "1 of 2 got -u -m mint_jax.launch --distributed=2", 1),
+        ("[ $MINT_PROCESS = 0 ] && exec /bin/sleep 1; exit 7", ["--restarts=1"], 1, "process 1 ended with status 7", 2),
+        ("exit 2", ["--restarts=1"], 1, "the job ended with status 2, attempt 1 of 2", 1),
+        (TOLD, ["--nodes=3", "--wait=1"], 1, "3 nodes with {'CPU': 1.0} free did not come in 1 s; alive are: 10.0.0.0 {'CPU': 1.0}", 0),
+    ],
+    ids=["well", "failure", "mistake", "no nodes"],
+)
+def test_a_ray_job_is_placed_watched_and_ended(place, line, options, status, says, attempts):
+    hosts_run(place, line)
+    done = launch(place, [*RAY, f"--directory={place / 'home' / 'mint_jax'}", *options, *JOB])
+    assert done.returncode == status, done.stderr
+    assert says in done.stdout + done.stderr
+    assert done.stderr.count("the job ended with status") == attempts
+
+
+def test_a_task_of_slurm_that_fails_ends_the_others(place):
+    hosts_run(place, "[ $SLURM_PROCID = 0 ] && exec /bin/sleep 600; exit 7")
+    done = launch(place, [*SLURM, *JOB])
+    assert done.returncode == 7, done.stderr
+    assert [one[0] for one in stand_ins.calls(place)] == ["sbatch", "srun"]
+
+
+# Process 1 dies when it is to write its second checkpoint, unless the file "died" is there.
+CONFIG = """
+import os, pathlib, runpy, signal
+from mint_jax import multihost
+from mint_jax.checkpoint import Checkpoints
+
+DIED = pathlib.Path(__file__).with_name("died")
+latest = Checkpoints.latest
+
+def latest_or_die(self):
+    found = latest(self)
+    if found is not None and multihost.index() == 1 and not DIED.exists():
+        DIED.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return found
+
+def get_config():
+    Checkpoints.latest = latest_or_die
+    config = runpy.run_path("configs/tiny/sft.py")["get_config"]()
+    del config.policies["bracket"]
+    config.update({"steps": 2, "export_every": 1})
+    config.mesh.data = 2
+    config.checkpoint.every = 1
+    config.policies.adder.optimizer = {"learning_rate": 0.1, "eps": 1.0}  # steps nearly proportional to the gradient
+    return config
+"""
+
+
+def train(place: Path, command: list, workdir: Path, devices: int, dies: bool = False) -> subprocess.CompletedProcess[str]:
+    """The launcher, or the job itself, over a repository whose .venv is this one's; its processes have so many CPU devices."""
+    home = stand_ins.repository(place / "home", f'exec {sys.executable} "$@"')
+    (place / "config.py").write_text(CONFIG)
+    if not dies:
+        (place / "died").touch()
+    quick = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "MINT_JAX_CACHE": str(place.parent / "cache"), "RAY_NODES": "2"}
+    env = stand_ins.install(place, states=[["ACTIVE"]]) | quick | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+    job = ["--config=" + str(place / "config.py"), f"--workdir={workdir}"]
+    return subprocess.run([*map(str, command), *job], cwd=home, env=env, capture_output=True, text=True, timeout=600)
+
+
+def learned(workdir: Path) -> tuple[list[tuple], np.ndarray]:
+    """Losses step by step, and the adapter."""
+    rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    with Catalog.open(workdir / "catalog") as catalog:
+        leaves = jax.tree.leaves(unpack(catalog.load("adder"))[0])
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows], np.concatenate([np.ravel(x) for x in leaves])
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What one process with two devices learns."""
+    place = tmp_path_factory.mktemp("alone")
+    done = train(place, [sys.executable, "-m", "mint_jax.launch"], place / "runs" / "x", 2)
+    assert done.returncode == 0, done.stderr
+    return learned(place / "runs" / "x")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("where", ["tpu", "slurm", "gke", "ray"])
+def test_two_processes_started_by_the_launcher_learn_what_one_with_two_devices_does(where, tmp_path, alone):
+    commands = {"tpu": TPU, "slurm": SLURM, "gke": GKE, "ray": [*RAY, f"--directory={tmp_path / 'home' / 'mint_jax'}"]}
+    workdir = tmp_path / "runs" / "x"
+    dies = where == "gke"
+    done = train(tmp_path, [*commands[where], "--"], Path("/runs/x") if where == "gke" else workdir, 1, dies)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout + done.stderr
+    assert "[launch] 2 processes with 1 devices each: 0 on" in said
+    assert (tmp_path / "died").exists()
+    assert said.count("resumed checkpoint") == dies, "a JobSet starts again where the last checkpoint was"
+    steps, adapter = learned(workdir)
+    expected, whole = alone
+    assert len(expected) == 2
+    np.testing.assert_allclose(steps, expected, rtol=1e-4, atol=1e-5)  # float32 sums, in another order between processes
+    np.testing.assert_allclose(adapter, whole, rtol=1e-4, atol=1e-6)

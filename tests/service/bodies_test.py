@@ -1,0 +1,173 @@
+"""Bodies within bounds of bytes and depth."""
+
+import gzip
+import json
+import tracemalloc
+
+import pytest
+import zstandard
+
+from mint_jax.errors import UserError
+from mint_jax.service.bodies import FRAMES, TooLarge, UnknownCoding, decompress, parse_json
+
+LIMIT = 1 << 20
+
+
+def packed(data, coding):
+    return gzip.compress(data, 6) if coding == "gzip" else zstandard.compress(data)
+
+
+@pytest.mark.parametrize("coding", ["gzip", "zstd"])
+def test_what_was_compressed_comes_back(coding, rng):
+    for size in (0, 1, 100, 70_000, LIMIT):
+        data = rng.integers(0, 7, size, dtype="uint8").tobytes()
+        assert decompress(packed(data, coding), coding, LIMIT) == data
+    parts = [rng.bytes(1000), b"", b"0" * 100_000]
+    assert decompress(b"".join(packed(part, coding) for part in parts), coding, LIMIT) == b"".join(parts)
+
+
+@pytest.mark.parametrize("coding", ["gzip", "zstd"])
+def test_one_byte_too_many(coding):
+    assert len(decompress(packed(b"0" * LIMIT, coding), coding, LIMIT)) == LIMIT
+    with pytest.raises(TooLarge, match=f"more than {LIMIT} bytes"):
+        decompress(packed(b"0" * (LIMIT + 1), coding), coding, LIMIT)
+
+
+@pytest.mark.parametrize("coding", ["gzip", "zstd"])
+def test_a_bomb_costs_no_more_than_the_limit(coding):
+    packer = zstandard.ZstdCompressor().compressobj() if coding == "zstd" else None
+    zeros, bomb = bytes(1 << 24), b""
+    if packer is None:
+        bomb = gzip.compress(zeros) * 64  # a gigabyte in 64 members of a megabyte in all
+    else:
+        bomb = b"".join(packer.compress(zeros) for _ in range(64)) + packer.flush()
+    del zeros
+    assert len(bomb) < 2 << 20
+    tracemalloc.start()
+    try:
+        with pytest.raises(TooLarge):
+            decompress(bomb, coding, LIMIT)
+        assert tracemalloc.get_traced_memory()[1] < LIMIT + (10 << 20)
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_densest_frame_there_can_be():
+    """Blocks of one repeated byte: four bytes give 128 KiB."""
+    block = (128 << 10 << 3 | 1 << 1).to_bytes(3, "little") + b"0"
+    frame = bytes.fromhex("28b52ffd 00 38".replace(" ", "")) + block * 400  # no length, a window of 128 KiB, no last block
+    assert len(decompress(frame[:-4] + (1).to_bytes(3, "little"), "zstd", 64 << 20)) == 399 * (128 << 10)
+    tracemalloc.start()
+    try:
+        with pytest.raises(TooLarge):
+            decompress(frame, "zstd", LIMIT)
+        assert tracemalloc.get_traced_memory()[1] < LIMIT + (20 << 20)
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("coding", ["gzip", "zstd"])
+def test_broken_frames_are_told(coding, rng):
+    good = packed(rng.bytes(5000), coding)
+    for bad in (b"", b"nothing of this kind", good[:-1], good[: len(good) // 2], good[:1], good + b"more", good + good[:-1]):
+        with pytest.raises(UserError) as raised:
+            decompress(bad, coding, LIMIT)
+        assert not isinstance(raised.value, TooLarge)
+    flipped = bytearray(gzip.compress(b"text" * 1000))
+    flipped[-6] ^= 1  # its checksum
+    with pytest.raises(UserError, match="not whole gzip"):
+        decompress(bytes(flipped), "gzip", LIMIT)
+    with pytest.raises(UserError, match=f"more than {FRAMES} frames"):
+        decompress(packed(b"", coding) * (FRAMES + 1), coding, LIMIT)
+
+
+def test_a_window_that_takes_more_memory_than_http_allows():
+    packer = zstandard.ZstdCompressor(compression_params=zstandard.ZstdCompressionParameters(window_log=27)).compressobj()
+    with pytest.raises(UserError, match="not whole zstd"):
+        decompress(packer.compress(b"0" * 100) + packer.flush(), "zstd", LIMIT)
+
+
+def test_other_codings_are_told():
+    for coding in ("br", "deflate", "gzip, zstd", "GZIP"):
+        with pytest.raises(UnknownCoding, match="send the body as zstd, gzip"):
+            decompress(b"", coding, LIMIT)
+
+
+def random_value(rng, depth):
+    kind = rng.integers(0, 7 if depth else 5)
+    if kind == 5:
+        return [random_value(rng, depth - 1) for _ in range(rng.integers(0, 4))]
+    if kind == 6:
+        return {random_text(rng): random_value(rng, depth - 1) for _ in range(rng.integers(0, 4))}
+    return [None, bool(rng.integers(2)), int(rng.integers(-1 << 40, 1 << 40)), float(rng.normal() * 1e9), random_text(rng)][kind]
+
+
+def random_text(rng):
+    return "".join(rng.choice([*'ab"\\{}[]\n\tüß漢😀/ '], rng.integers(0, 9)))
+
+
+def test_json_comes_back(rng):
+    for _ in range(300):
+        value = random_value(rng, 5)
+        assert parse_json(json.dumps(value, ensure_ascii=bool(rng.integers(2))).encode()) == value
+
+
+def nested(depth, rng):
+    """JSON of that depth, and strings with brackets, which count for nothing."""
+    text = '"[[[{{\\"[["'
+    for _ in range(depth):
+        text = f"[{text}]" if rng.integers(2) else "".join(['{"]]":', text, "}"])
+    return text.encode()
+
+
+def test_depth_is_counted_exactly(rng):
+    for depth in (0, 1, 7, 64):
+        parse_json(nested(depth, rng), depth)
+        with pytest.raises(UserError, match=f"deeper than {depth} lists"):
+            parse_json(nested(depth + 1, rng), depth)
+
+
+@pytest.mark.parametrize("text", [b"[" * 5000 + b"]" * 5000, b'{"a":' * 5000 + b"1" + b"}" * 5000, b"[" * 5_000_000])
+def test_thousands_of_lists_are_refused_before_anything_recurses(text):
+    with pytest.raises(UserError, match="nests deeper than 64"):
+        parse_json(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b'{"a": 1,}', "not JSON"),
+        (b"[1] [2]", "not JSON"),
+        (b'"a\nb"', "not JSON"),
+        (b'"\\', "not JSON"),
+        (b"1" * 5000, "not JSON"),
+        (b'"\xff"', "not UTF-8"),
+        (b'"\xed\xa0\x80"', "not UTF-8"),
+        (b'["\\ud800"]', "surrogate"),
+        (b'{"\\udc00": 1}', "surrogate"),
+        (b"[NaN]", "NaN"),
+        (b"[-Infinity]", "Infinity"),
+        (b"Infinity", "Infinity"),
+        (b"[1e999]", "beyond float64"),
+        (b"[-1E+400]", "beyond float64"),
+        (b"1" * 400 + b".5", "beyond float64"),
+    ],
+)
+def test_what_is_not_json_is_told(text, message):
+    with pytest.raises(UserError, match=message):
+        parse_json(text)
+
+
+def test_what_looks_wrong_and_is_not():
+    assert parse_json(b'["NaN", 1e100, 1e-999, "1e999", "\\ud83d\\ude00", "\\\\ud800"]') == ["NaN", 1e100, 0.0, "1e999", "😀", "\\ud800"]
+
+
+@pytest.mark.parametrize("piece", [b'"', b'\\"', b'"\\', b"\\", b'"\\"', b'"a"', b"e", b"1", b"{}"])
+def test_no_body_is_looked_at_twice(piece):
+    """A million bytes that would take hours if each began a new search to the end."""
+    with pytest.raises(UserError):
+        parse_json(b'"' + piece * (1_000_000 // len(piece)) + b"\\")
+    with pytest.raises(UserError):
+        parse_json(piece * (1_000_000 // len(piece)))

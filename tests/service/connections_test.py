@@ -1,0 +1,236 @@
+"""Slow clients over real sockets: they are cut, and others are served meanwhile."""
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse, StreamingResponse
+from starlette.routing import Route
+from uvicorn.server import ServerState
+
+from mint_jax.service.connections import timed
+from mint_jax.service.gate import Gate, Limits
+from mint_jax.service.keys import Keys, add
+
+HEAD_S, BODY_S, STALL_S = 0.5, 0.5, 0.5
+HEAD = b"POST /api/v1/asample HTTP/1.1\r\nHost: here\r\n"
+
+
+async def size(request):
+    return PlainTextResponse(str(len(await request.body())))
+
+
+class Endless:
+    """A stream that goes on until nobody reads it."""
+
+    def __init__(self):
+        self.ended = threading.Event()
+
+    async def __call__(self, request):
+        async def parts():
+            try:
+                while True:
+                    await asyncio.sleep(0)
+                    yield b"x" * 65536
+            finally:
+                self.ended.set()
+
+        return StreamingResponse(parts())
+
+
+@contextlib.contextmanager
+def serving(app, **limits):
+    """The port of a server of the app, in a thread."""
+    config = uvicorn.Config(app, http=timed(**limits), ws="none", lifespan="off", log_config=None, access_log=False)
+    server = uvicorn.Server(config)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
+        thread.start()
+        while not server.started:
+            time.sleep(0.005)
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def endless():
+    return Endless()
+
+
+@pytest.fixture(scope="module")
+def port(endless):
+    app = Starlette(routes=[Route("/api/v1/asample", size, methods=["POST"]), Route("/endless", endless.__call__)])
+    gate = Gate(app, None, Limits(body_bytes=1 << 20, body_s=BODY_S))
+    with serving(gate, head_s=HEAD_S, stall_s=STALL_S) as port:
+        yield port
+
+
+def connected(port):
+    return socket.create_connection(("127.0.0.1", port), timeout=30)
+
+
+def all_of(connection):
+    """What comes until the other side closes."""
+    got = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := connection.recv(65536):
+            got += part
+    return got
+
+
+def drip(connection, data, until_s=20.0):
+    """Sends byte by byte, until the other side has had enough; says so."""
+    until = time.monotonic() + until_s
+    for i in range(len(data)):
+        try:
+            connection.sendall(data[i : i + 1])
+        except OSError:
+            return True
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.02)
+    return False
+
+
+def test_slow_heads_and_bodies_are_cut_while_others_are_served(port):
+    done = {}
+
+    def slowly(name, first, data):
+        with connected(port) as connection:
+            connection.sendall(first)
+            done[name] = drip(connection, data)
+
+    slow = {
+        "head": (b"", HEAD + b"X-Long: " + b"a" * 100_000),
+        "second head": (HEAD + b"Content-Length: 1\r\n\r\nx", HEAD + b"X-Long: " + b"a" * 100_000),
+        "body": (HEAD + b"Content-Length: 100000\r\n\r\n", b"a" * 100_000),
+        "chunks": (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\na\r\n" * 100_000),
+        "open": (b"POST /api/v1/client/config HTTP/1.1\r\nHost: here\r\nContent-Length: 90\r\n\r\n", b"a" * 89 + b" " * 100_000),
+    }
+    threads = [threading.Thread(target=slowly, args=(name, *what)) for name, what in slow.items() for _ in range(10)]
+    for thread in threads:
+        thread.start()
+    served = 0
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+        while any(thread.is_alive() for thread in threads):
+            assert client.post("/api/v1/asample", content=b"x" * 100_000).text == "100000"
+            served += 1
+            time.sleep(0.02)
+    assert done == dict.fromkeys(slow, True)
+    assert served > 0
+
+
+def test_a_slow_body_is_told_once_and_the_connection_ends(port):
+    with connected(port) as connection:
+        connection.sendall(HEAD + b"Content-Length: 10\r\n\r\nabc")
+        got = all_of(connection)
+    head, _, body = got.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert b"connection: close" in head
+    assert "did not arrive within 0.5 s" in json.loads(body)["detail"]
+
+
+def test_an_idle_connection_is_closed(port):
+    with connected(port) as connection:
+        assert all_of(connection) == b""
+
+
+def test_a_client_that_does_not_read_is_cut(port, endless):
+    with connected(port) as connection:
+        connection.sendall(b"GET /endless HTTP/1.1\r\nHost: here\r\n\r\n")
+        assert endless.ended.wait(30)
+
+
+class Wire:
+    """A transport and its loop, by hand."""
+
+    def __init__(self):
+        self.waiting, self.aborted, self.timers = 0, False, []
+
+    def call_later(self, delay, call):
+        self.timers.append(timer := Timer(delay, call))
+        return timer
+
+    def fire(self, delay):
+        """Time passes: the timers of that delay that are set ring."""
+        due, self.timers = [timer for timer in self.timers if timer.delay == delay], [t for t in self.timers if t.delay != delay]
+        for timer in due:
+            if timer.set:
+                timer.call()
+        return sum(timer.set for timer in due)
+
+    def abort(self):
+        self.aborted = True
+
+    def get_write_buffer_size(self):
+        return self.waiting
+
+    def get_extra_info(self, name):
+        return None
+
+    def close(self):
+        pass
+
+
+class Timer:
+    def __init__(self, delay, call):
+        self.delay, self.call, self.set = delay, call, True
+
+    def cancel(self):
+        self.set = False
+
+
+def test_a_slow_reader_that_goes_on_is_served():
+    wire: Any = Wire()
+    config = uvicorn.Config(Starlette(), log_config=None, ws="none")
+    protocol = timed(head_s=1, stall_s=2)(config, ServerState(), {}, wire)
+    protocol.connection_made(wire)
+    wire.waiting = 1000
+    protocol.pause_writing()
+    for wire.waiting in (999, 500, 200):
+        assert wire.fire(2) == 1
+        assert not wire.aborted
+    protocol.resume_writing()  # all but a little was read
+    assert wire.fire(2) == 0
+    wire.waiting = 1000
+    protocol.pause_writing()
+    assert wire.fire(2) == 1
+    assert wire.aborted
+    protocol.connection_lost(None)
+    assert wire.fire(1) + wire.fire(2) == 0
+
+
+def test_the_answer_to_a_large_body_arrives_and_the_connection_stays(port):
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}") as client:
+        for _ in range(3):
+            got = client.post("/api/v1/asample", content=b"x" * ((1 << 20) + 1))
+            assert got.status_code == 413
+            assert "connection" not in got.headers  # all of it was read and thrown away
+            assert client.post("/api/v1/asample", content=b"x").text == "1"
+
+
+def test_a_client_that_waits_to_be_told_sends_no_refused_body(tmp_path):
+    _, secret = add(tmp_path, "alice", ["sample"])
+    app = Gate(Starlette(routes=[Route("/api/v1/asample", size, methods=["POST"])]), Keys(tmp_path))
+    head = HEAD + b"Content-Length: 3\r\nExpect: 100-continue\r\n"
+    with serving(app, head_s=30, stall_s=30) as port:
+        with connected(port) as connection:
+            connection.sendall(head + b"\r\n")
+            assert all_of(connection).startswith(b"HTTP/1.1 401 ")
+        with connected(port) as connection:
+            connection.sendall(head + f"X-API-Key: {secret}\r\nConnection: close\r\n\r\n".encode())
+            assert connection.recv(1000).startswith(b"HTTP/1.1 100 ")
+            connection.sendall(b"abc")
+            assert all_of(connection).endswith(b"\r\n\r\n3")

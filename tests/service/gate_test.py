@@ -1,0 +1,637 @@
+"""The gate: who may ask, how much, and what is said and logged of it."""
+
+import asyncio
+import gzip
+import json
+import logging
+import time
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import tinker
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+from tinker._client import AsyncTinker
+from tinker.types.client_config_response import ClientConfigResponse
+
+from mint_jax.errors import UserError
+from mint_jax.service.binding import check_binding
+from mint_jax.service.gate import Gate, Limits
+from mint_jax.service.keys import SCOPES, Keys, add, revoke
+from mint_jax.service.rules import TABLE, Rule, Table
+
+
+async def echo(request: Request):
+    body = await request.body()
+    state = request.state
+    shown = {"tenant": state.tenant, "scopes": state.scopes, "id": state.request_id, "size": len(body), "headers": dict(request.headers)}
+    return JSONResponse(shown)
+
+
+class Held:
+    """An endpoint that answers when it is let go."""
+
+    def __init__(self):
+        self.go = asyncio.Event()
+
+    async def __call__(self, request: Request):
+        await self.go.wait()
+        return PlainTextResponse("done")
+
+
+def gate_of(*routes, keys=None, limits=None):
+    everything = [*routes, Route("/{path:path}", echo, methods=["GET", "POST", "PUT", "DELETE", "PATCH"])]
+    return Gate(Starlette(routes=everything), keys, limits)
+
+
+def client_of(app, **more) -> Any:
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://here", **more)
+
+
+def ask(app, method, path, **more):
+    async def one():
+        async with client_of(app) as client:
+            return await client.request(method, path, **more)
+
+    return asyncio.run(one())
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Where keys are kept, with one of each scope, and one of two tenants."""
+    return tmp_path
+
+
+@pytest.fixture
+def secrets(folder):
+    """A key of each scope; of tenant ``of-<scope>``."""
+    return {scope: add(folder, f"of-{scope}", [scope])[1] for scope in SCOPES}
+
+
+@pytest.fixture
+def keys(folder, secrets):
+    return Keys(folder)
+
+
+def bearer(secret):
+    return {"authorization": f"Bearer {secret}"}
+
+
+# -- who
+
+
+def test_both_headers_are_read_and_the_app_is_told_who_asks(keys, secrets):
+    app = gate_of(keys=keys)
+    for headers in ({"X-API-Key": secrets["train"]}, bearer(secrets["train"]), {"X-API-Key": secrets["train"], **bearer(secrets["train"])}):
+        got = ask(app, "POST", "/api/v1/optim_step", content=b"abc", headers=headers)
+        assert got.status_code == 200
+        told = got.json()
+        assert (told["tenant"], told["scopes"], told["size"]) == ("of-train", ["train"], 3)
+        assert told["id"] == got.headers["x-request-id"]
+        assert not {"x-api-key", "authorization"} & set(told["headers"])  # the app has no use for them
+
+
+@pytest.mark.parametrize(
+    ("path", "headers"),
+    [
+        ("/api/v1/optim_step", lambda s: {}),
+        ("/api/v1/optim_step", lambda s: {"x-api-key": ""}),
+        ("/api/v1/optim_step", lambda s: {"x-api-key": s["train"][:-1]}),
+        ("/api/v1/optim_step", lambda s: {"x-api-key": s["train"], "authorization": "Bearer " + s["admin"]}),
+        ("/api/v1/optim_step", lambda s: [("x-api-key", s["train"]), ("x-api-key", s["admin"])]),
+        ("/api/v1/optim_step", lambda s: {"x-api-key": s["train"] + ", " + s["admin"]}),
+        ("/api/v1/optim_step", lambda s: {"authorization": "Basic " + s["train"]}),
+        ("/api/v1/optim_step", lambda s: {"authorization": s["train"]}),
+        ("/api/v1/optim_step", lambda s: {"x-tenant": "of-train", "cookie": "x-api-key=" + s["train"]}),
+        ("/api/v1/optim_step?x-api-key={train}&api_key={train}", lambda s: {}),
+        ("/v1/chat/completions", lambda s: {}),
+        ("/oai/api/v1/completions", lambda s: {"api-key": s["sample"]}),
+        ("/no/such/path", lambda s: {}),
+        ("/", lambda s: {}),
+    ],
+)
+def test_without_one_good_key_in_a_header_nobody_gets_in(keys, secrets, caplog, path, headers):
+    caplog.set_level(logging.DEBUG)
+    called = []
+
+    async def app(scope, receive, send):
+        called.append(scope)
+
+    got = ask(Gate(app, keys), "POST", path.format(**secrets), headers=headers(secrets), content=b"x" * 1000)
+    assert got.status_code == 401
+    assert got.headers["www-authenticate"] == "Bearer"
+    if path.startswith(("/v1/", "/oai/")):
+        error = got.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["code"] == "invalid_api_key"
+    else:
+        assert "API key" in got.json()["detail"] or "Bearer" in got.json()["detail"]
+    assert not called
+    for secret in secrets.values():
+        assert secret[-43:-1] not in got.text + logged(caplog)
+
+
+def test_without_keys_everybody_is_the_default_tenant_but_no_page_of_another_site():
+    app = gate_of()
+    told = ask(app, "POST", "/v1/load_lora_adapter", headers={"x-api-key": "tml-anything"}).json()
+    assert (told["tenant"], told["scopes"]) == ("default", list(SCOPES))
+    for origin in ("http://localhost:3000", "http://127.0.0.1:8000", "http://[::1]"):
+        assert ask(app, "POST", "/v1/completions", headers={"origin": origin}).status_code == 200
+    for origin in ("https://example.com", "null", "http://localhost.example.com", "", "http://["):
+        assert ask(app, "POST", "/v1/completions", headers={"origin": origin}).status_code == 403
+
+
+def test_a_revoked_key_stops_within_two_seconds(folder, keys, secrets):
+    app = gate_of(keys=keys)
+    headers = bearer(secrets["sample"])
+    assert ask(app, "GET", "/v1/models", headers=headers).status_code == 200
+    revoke(folder, keys.find(secrets["sample"]).id)
+    until = time.monotonic() + 2.0
+    while (status := ask(app, "GET", "/v1/models", headers=headers).status_code) == 200 and time.monotonic() < until:
+        time.sleep(0.05)
+    assert status == 401
+
+
+def test_an_expired_key_and_a_broken_file(folder, secrets, caplog):
+    _, brief = add(folder, "alice", ["read"], days=1)
+    keys = Keys(folder, clock=lambda: time.time() + 2 * 86400)
+    assert ask(gate_of(keys=keys), "GET", "/v1/models", headers=bearer(brief)).status_code == 401
+    later = Keys(folder, monotonic=iter(range(100)).__next__)
+    keys.path.write_text("{")
+    got = ask(gate_of(keys=later), "GET", "/api/v1/training_runs", headers=bearer(secrets["read"]))
+    assert got.status_code == 503
+    assert str(folder) not in got.text
+    assert "mend it" in caplog.text
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.3.2.1", "::1", "[::1]", "localhost", "::ffff:127.0.0.1"])
+def test_loopback_needs_no_key(host):
+    check_binding(host, None, tls=False)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "", "10.0.0.1", "localhost.example.com", "example.com", "128.0.0.1", "*"])
+def test_other_interfaces_need_keys_and_encryption(host, keys):
+    with pytest.raises(UserError, match="without keys"):
+        check_binding(host, None, tls=True)
+    with pytest.raises(UserError, match="in the clear"):
+        check_binding(host, keys, tls=False)
+    check_binding(host, keys, tls=True)
+
+
+OPENAI_ERRORS = {
+    401: openai.AuthenticationError,
+    403: openai.PermissionDeniedError,
+    413: openai.APIStatusError,
+    429: openai.RateLimitError,
+    500: openai.InternalServerError,
+}
+TINKER_ERRORS = {
+    401: tinker.AuthenticationError,
+    403: tinker.PermissionDeniedError,
+    413: tinker.APIStatusError,
+    429: tinker.RateLimitError,
+    500: tinker.InternalServerError,
+}
+
+
+@pytest.mark.parametrize("status", OPENAI_ERRORS)
+def test_the_official_clients_name_refusals_as_they_should(folder, keys, secrets, status):
+    route = [Route(path, breaks, methods=["POST"]) for path in ("/v1/completions", "/api/v1/weights_info") if status == 500]
+    app = gate_of(*route, keys=keys, limits=Limits(body_bytes=40 if status == 413 else 1000, held_bytes=1000))
+    unknown = add(folder / "other", "x", ["read"])[1]
+    secret = {401: unknown, 403: secrets["admin"]}.get(status)
+
+    def key(scope):
+        app.in_flight[f"of-{scope}"] = 1000 if status == 429 else 0
+        return secret or secrets[scope]
+
+    async def run():
+        async with client_of(app) as http:
+            client = openai.AsyncOpenAI(api_key=key("sample"), base_url="http://here/v1", http_client=http, max_retries=0)
+            with pytest.raises(OPENAI_ERRORS[status]) as raised:
+                await client.completions.create(model="m", prompt="a prompt that is longer than forty bytes")
+            assert raised.value.status_code == status
+            assert raised.value.request_id
+            assert raised.value.type
+        async with client_of(app) as http:
+            config = ClientConfigResponse(use_pyqwest_transport=False)
+            client = AsyncTinker(api_key=key("train"), base_url="http://here", http_client=http, max_retries=0, _client_config=config)
+            body = {"tinker_path": "tinker://a/weights/longer-than-forty-bytes"}
+            with pytest.raises(TINKER_ERRORS[status]) as raised:
+                await client.post("/api/v1/weights_info", cast_to=object, body=body)
+            assert raised.value.status_code == status
+
+    asyncio.run(run())
+
+
+# -- what for
+
+SEGMENT = st.text(st.characters(exclude_characters="/", exclude_categories=("Cs",)), min_size=1, max_size=8).filter(
+    lambda s: s not in (".", "..")
+)
+PATHS = [(method, rule) for rule in TABLE.rules for method in rule.methods]
+
+
+@given(st.sampled_from(PATHS), st.lists(SEGMENT, min_size=4, max_size=4), st.sets(st.sampled_from(SCOPES), min_size=1), st.booleans())
+def test_the_table_decides_for_every_path_method_and_set_of_scopes(at, segments, scopes, slash):
+    method, rule = at
+    path = rule.template
+    for segment in segments:
+        path = path.replace("{}", segment, 1)
+    path = path.replace("{*}", "/".join(segments)) + "/" * slash
+    found = TABLE.find(method, path)
+    assert found is not None
+    assert found.scopes == rule.scopes or found.template != rule.template  # a name may look like another route, as `x/publish` does
+    status = asyncio.run(_status(method, path, tuple(scopes)))
+    allowed = not found.scopes or bool(set(found.scopes) & scopes)
+    assert status == (200 if allowed else 403)
+
+
+class OneKey:
+    def __init__(self, scopes):
+        self.scopes, self.tenant, self.id = scopes, "t", "k"
+
+    def find(self, secret):
+        return self
+
+
+async def _status(method, path, scopes):
+    """The status that a request gets, without a client that would rewrite its path."""
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body"})
+
+    async def receive():
+        return {"type": "http.request"}
+
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": method, "path": path, "headers": [(b"x-api-key", b"k")], "query_string": b""}
+    await Gate(app, OneKey(scopes))(scope, receive, send)  # type: ignore[arg-type]
+    return sent[0]["status"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "scopes"),
+    [
+        ("POST", "/api/v1/create_model", {"train"}),
+        ("POST", "/api/v1/forward_backward", {"train"}),
+        ("POST", "/api/v1/save_weights_for_sampler", {"train"}),
+        ("POST", "/api/v1/asample", {"sample"}),
+        ("POST", "/api/v1/retrieve_future", set(SCOPES)),
+        ("POST", "/api/v1/client/config", None),
+        ("GET", "/api/v1/training_runs/s:train:0", {"read", "train"}),
+        ("HEAD", "/api/v1/training_runs/s:train:0", {"read", "train"}),
+        ("DELETE", "/api/v1/training_runs/s:train:0/checkpoints/weights/a", {"train"}),
+        ("DELETE", "/api/v1/training_runs/s:train:0/checkpoints/weights/a/publish", {"train"}),
+        ("PUT", "/api/v1/training_runs/s:train:0/checkpoints/weights/a/ttl", {"train"}),
+        ("GET", "/v1/models/tinker://s:train:0/sampler_weights/a", {"read", "sample"}),
+        ("POST", "/oai/api/v1/chat/completions", {"sample"}),
+        ("POST", "/v1/load_lora_adapter", {"admin"}),
+        ("GET", "/metrics", {"admin"}),
+        ("GET", "/debug/state", {"admin"}),
+        ("GET", "/health", None),
+        ("GET", "/anything", set(SCOPES)),
+        ("POST", "/api/v1/anything", set(SCOPES)),
+    ],
+)
+def test_scopes_by_example(keys, secrets, method, path, scopes):
+    app = gate_of(keys=keys)
+    got = ask(app, method, path)
+    assert got.status_code == (200 if scopes is None else 401)
+    for scope, secret in secrets.items():
+        got = ask(app, method, path, headers={"x-api-key": secret})
+        assert got.status_code == (200 if scopes is None or scope in scopes else 403), scope
+        if got.status_code == 403 and method != "HEAD":
+            error = got.json()
+            message = error["error"]["message"] if path.startswith(("/v1", "/oai")) else error["detail"]
+            assert all(needed in message for needed in scopes or ())
+            assert scope in message
+
+
+def test_a_table_that_is_wrong_is_told():
+    with pytest.raises(UserError, match="scope 'write'"):
+        Table([Rule(("GET",), "/a", ("write",))])
+    with pytest.raises(UserError, match="two rules"):
+        Table([Rule(("GET",), "/a", ()), Rule(("POST", "GET"), "/a", None)])
+    with pytest.raises(UserError, match="body_s is 0"):
+        Limits(body_s=0)
+    with pytest.raises(UserError, match="less than one body"):
+        Limits(body_bytes=100, held_bytes=99)
+
+
+# -- how much
+
+SMALL = Limits(body_bytes=1000, open_body_bytes=100, held_bytes=4000)
+
+
+async def parts(*sizes):
+    for size in sizes:
+        yield b"x" * size
+
+
+def test_bodies_are_bounded_as_declared_and_as_read():
+    app = gate_of(limits=SMALL)
+    for content, size in [(b"", 0), (b"x" * 1000, 1000), (parts(400, 0, 600), 1000)]:
+        assert ask(app, "POST", "/api/v1/asample", content=content).json()["size"] == size
+    for content in (b"x" * 1001, parts(400, 601), parts(10_000)):
+        got = ask(app, "POST", "/api/v1/asample", content=content)
+        assert got.status_code == 413
+        assert "1000" in got.json()["detail"]
+    assert ask(app, "POST", "/api/v1/client/config", content=b"x" * 101).status_code == 413
+    assert ask(app, "POST", "/v1/completions", content=b"x" * 1001).json()["error"]["type"] == "invalid_request_error"
+    got = ask(app, "POST", "/api/v1/asample", content=b"x", headers={"content-length": "-1"})
+    assert got.status_code == 400
+    assert app.held_bytes == 0
+
+
+@pytest.mark.parametrize(("coding", "pack"), [("zstd", zstandard.compress), ("gzip", gzip.compress)])
+def test_compressed_bodies_come_plain_and_bounded(coding, pack):
+    app = gate_of(limits=SMALL)
+    headers = {"content-encoding": coding}
+    told = ask(app, "POST", "/api/v1/forward_backward", content=pack(b"0" * 1000), headers=headers).json()
+    assert told["size"] == 1000
+    assert told["headers"]["content-length"] == "1000"
+    assert "content-encoding" not in told["headers"]
+    assert ask(app, "POST", "/api/v1/forward_backward", content=pack(b"0" * 1001), headers=headers).status_code == 413
+    assert ask(app, "POST", "/api/v1/forward_backward", content=pack(b"0" * 1000)[:-1], headers=headers).status_code == 400
+    assert ask(app, "POST", "/api/v1/forward_backward", content=b"no", headers={"content-encoding": "br"}).status_code == 415
+    told = ask(app, "POST", "/api/v1/forward_backward", content=b"no", headers={"content-encoding": "Identity"}).json()
+    assert told["size"] == 2
+    assert app.held_bytes == 0
+
+
+def test_bytes_count_as_held_as_they_came_and_decompressed():
+    app, seen = gate_of(limits=SMALL), []
+
+    async def looks(_):
+        seen.append(app.held_bytes)
+        return PlainTextResponse("")
+
+    app.app = Starlette(routes=[Route("/x", looks, methods=["POST"])])
+    body = gzip.compress(b"0" * 900)
+    assert ask(app, "POST", "/x", content=body, headers={"content-encoding": "gzip"}).status_code == 200
+    assert seen == [len(body) + 900]
+    assert app.held_bytes == 0
+
+
+def test_a_tenant_and_all_together_have_so_many_requests_in_flight(folder):
+    secrets = {name: add(folder, name, SCOPES)[1] for name in ("alice", "bob", "carol")}
+
+    async def run():
+        held, polls = Held(), Held()
+        routes = [
+            Route("/api/v1/asample", held.__call__, methods=["POST"]),
+            Route("/api/v1/retrieve_future", polls.__call__, methods=["POST"]),
+        ]
+        app = gate_of(*routes, keys=Keys(folder), limits=Limits(tenant=2, total=3))
+        async with client_of(app) as client:
+
+            def post(name, path="/api/v1/asample"):
+                return client.post(path, headers=bearer(secrets[name]))
+
+            waiting = [asyncio.create_task(post("alice", "/api/v1/retrieve_future")) for _ in range(5)]  # not counted
+            running = [asyncio.create_task(post(name)) for name in ("alice", "alice", "bob")]
+            while app.in_flight.total() < 3:
+                await asyncio.sleep(0)
+            third, fourth = await post("alice"), await post("carol")
+            for refused, message in ((third, "tenant alice has 2"), (fourth, "the server has 3")):
+                assert refused.status_code == 429
+                assert message in refused.json()["detail"]
+                assert refused.headers["retry-after"] == "1"
+            assert (await client.get("/health")).status_code == 200
+            held.go.set()
+            polls.go.set()
+            assert [(await task).status_code for task in running + waiting] == [200] * 8
+            assert (await post("alice")).status_code == 200
+            assert app.in_flight.total() == 0
+
+    asyncio.run(run())
+
+
+def test_all_bodies_together_are_bounded():
+    async def run():
+        held = Held()
+
+        async def keeps(request):
+            await request.body()
+            return await held(request)
+
+        app = gate_of(Route("/api/v1/asample", keeps, methods=["POST"]), limits=SMALL)
+        async with client_of(app) as client:
+
+            def post():
+                return client.post("/api/v1/asample", content=b"x" * 1000)
+
+            running = [asyncio.create_task(post()) for _ in range(4)]
+            while app.held_bytes < 4000:
+                await asyncio.sleep(0)
+            refused = await post()
+            assert refused.status_code == 429
+            assert "4000 bytes" in refused.json()["detail"]
+            held.go.set()
+            assert [(await task).status_code for task in running] == [200] * 4
+            assert app.held_bytes == 0
+
+    asyncio.run(run())
+
+
+# -- what is said and logged
+
+
+def logged(caplog):
+    """All that is known of each record of the service's own logger: the test's client logs whole addresses beside it."""
+    return "".join(str(record.__dict__) for record in caplog.records if record.name == "mint_jax.service")
+
+
+def lines(caplog):
+    return [json.loads(record.message) for record in caplog.records if record.name == "mint_jax.service" and record.levelno == logging.INFO]
+
+
+def test_request_ids_are_taken_where_they_are_plain(secrets):
+    app = gate_of()
+    for plain in ("abc", "A.b-c_1:2", "x" * 64):
+        assert ask(app, "GET", "/health", headers={"x-request-id": plain}).headers["x-request-id"] == plain
+    made = set()
+    for odd in ("", "a b", "x" * 65, "a\tb", "{", "é".encode(), secrets["read"]):
+        got = ask(app, "GET", "/health", headers={"x-request-id": odd}).headers.get_list("x-request-id")
+        assert len(got) == 1
+        made.add(got[0])
+    assert len(made) == 7
+    assert all(len(one) == 32 for one in made)
+
+
+def test_one_line_for_each_request_without_keys_queries_or_bodies(keys, secrets, caplog):
+    caplog.set_level(logging.DEBUG)
+    app = gate_of(keys=keys)
+    secret = secrets["train"]
+    path = f"/api/v1/optim_step/{secret}/sk-{secret[-43:]}?key={secret}&prompt=hello"
+    ask(app, "POST", path, content=b"the prompt", headers={"x-api-key": secret, "x-request-id": "mine"})
+    ask(app, "POST", "/v1/completions", content=b"the prompt", headers={"x-request-id": "a\nb", **bearer(secret)})
+    first, second = lines(caplog)
+    assert {name: first[name] for name in ("id", "tenant", "method", "status", "bytes_in")} == {
+        "id": "mine",
+        "tenant": "of-train",
+        "method": "POST",
+        "status": 200,
+        "bytes_in": 10,
+    }
+    assert first["path"] == "/api/v1/optim_step/***/***"
+    assert first["key"] == keys.find(secret).id
+    assert first["bytes_out"] > 100
+    assert 0 <= first["ms"] < 60_000
+    assert second["status"] == 403
+    assert secret[-43:] not in logged(caplog)
+    assert "prompt" not in logged(caplog)
+
+
+def test_paths_cannot_forge_lines(caplog):
+    caplog.set_level(logging.INFO)
+    ask(gate_of(), "GET", "/a%0A%7B%22id%22:1%7D%1b[31m" + "y" * 5000)
+    [line] = lines(caplog)
+    assert line["path"].startswith('/a\n{"id":1}\x1b[31myyy')
+    assert len(line["path"]) == 200
+    [record] = [record for record in caplog.records if record.name == "mint_jax.service"]
+    assert "\n" not in record.message
+    assert "\x1b" not in record.message
+
+
+async def breaks(_):
+    raise RuntimeError("a secret of the house")
+
+
+async def breaks_late(_):
+    async def body():
+        yield b"some"
+        raise RuntimeError("a secret of the house")
+
+    return StreamingResponse(body())
+
+
+async def says_500(_):
+    return PlainTextResponse("its own", 500)
+
+
+@pytest.mark.parametrize("path", ["/api/v1/break", "/v1/break"])
+def test_no_traceback_reaches_a_client(caplog, path):
+    app = gate_of(Route(path, breaks, methods=["POST"]))
+    got = ask(app, "POST", path, headers={"x-request-id": "mine"})
+    assert got.status_code == 500
+    said = got.json()["error"]["message"] if path.startswith("/v1") else got.json()["detail"]
+    assert said == "internal error, request mine"
+    assert got.headers["x-request-id"] == "mine"
+    assert "secret" not in got.text
+    assert "a secret of the house" in caplog.text
+    assert "Traceback" in caplog.text
+    bare = Gate(breaks_bare, None)  # without Starlette, which sends a 500 of its own first
+    assert ask(bare, "POST", path).json() != {}
+
+
+async def breaks_bare(scope, receive, send):
+    raise RuntimeError("a secret of the house")
+
+
+def test_an_answer_that_breaks_off_and_a_500_of_the_apps_own(caplog):
+    caplog.set_level(logging.INFO)
+    app = gate_of(Route("/late", breaks_late), Route("/own", says_500))
+    sent = []
+
+    async def late():
+        parts = [{"type": "http.request"}]
+
+        async def receive():
+            return parts.pop() if parts else await asyncio.Event().wait()
+
+        async def send(message):
+            sent.append(message)
+
+        await app({"type": "http", "method": "GET", "path": "/late", "headers": [], "query_string": b""}, receive, send)
+
+    asyncio.run(late())
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+    assert sent[-1]["more_body"]  # so the server closes the connection, and the client knows
+    assert "a secret of the house" in caplog.text
+    got = ask(app, "GET", "/own")
+    assert (got.status_code, got.text) == (500, "its own")
+    assert lines(caplog)[-1]["bytes_out"] == 7
+
+
+def test_a_stream_passes_part_by_part():
+    async def run():
+        seen, more = [], asyncio.Event()
+
+        async def endpoint(_):
+            async def body():
+                yield b"one"
+                await more.wait()
+                yield b"two"
+
+            return StreamingResponse(body())
+
+        parts = [{"type": "http.request"}]
+
+        async def receive():
+            return parts.pop() if parts else await asyncio.Event().wait()
+
+        async def send(message):
+            seen.append(message.get("body"))
+            if message.get("body") == b"one":
+                more.set()  # it would wait for ever, were the first part kept back
+
+        app = gate_of(Route("/s", endpoint))
+        scope = {"type": "http", "method": "GET", "path": "/s", "headers": [], "query_string": b"", "root_path": ""}
+        await asyncio.wait_for(app(scope, receive, send), 10)
+        assert [body for body in seen if body] == [b"one", b"two"]
+
+    asyncio.run(run())
+
+
+def test_a_root_path_is_not_part_of_a_rule(keys, secrets):
+    async def run():
+        transport = httpx.ASGITransport(gate_of(keys=keys), root_path="/mint")
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+            status = [
+                (await client.post("/mint/api/v1/asample", headers=bearer(secrets[scope]))).status_code for scope in ("sample", "train")
+            ]
+        assert status == [200, 403]
+
+    asyncio.run(run())
+
+
+def test_lifespan_passes_and_websockets_do_not():
+    async def run():
+        started = []
+
+        async def app(scope, receive, send):
+            started.append(scope["type"])
+
+        sent = []
+
+        async def send(message):
+            sent.append(message["type"])
+
+        await Gate(app, None)({"type": "lifespan"}, None, send)
+        await Gate(app, None)({"type": "websocket", "path": "/", "headers": []}, None, send)
+        assert started == ["lifespan"]
+        assert sent == ["websocket.close"]
+
+    asyncio.run(run())
+
+
+def test_the_answer_of_the_app_has_one_request_id():
+    async def endpoint(_):
+        return Response("x", headers={"X-Request-ID": "the app's"})
+
+    got = ask(gate_of(Route("/x", endpoint)), "GET", "/x", headers={"x-request-id": "mine"})
+    assert got.headers.get_list("x-request-id") == ["mine"]

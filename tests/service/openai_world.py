@@ -1,0 +1,146 @@
+"""A server of OpenAI's API over the random base, with a catalog of two tenants: what the tests of it share."""
+
+import contextlib
+import dataclasses
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request as HttpRequest
+
+from mint_jax import params as params_lib
+from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.catalog.packed import Schema, pack, unpack
+from mint_jax.lora import tree as lora_tree
+from mint_jax.lora.tree import AdapterConfig
+from mint_jax.models import base as base_lib
+from mint_jax.models import transformer
+from mint_jax.models.base import Base
+from mint_jax.residency.admission import Admission
+from mint_jax.residency.residency import Residency
+from mint_jax.residency.slots import DeviceSlots
+from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.request import Request
+from mint_jax.rollout.stream import Stream
+from mint_jax.service.openai import routes
+from mint_jax.service.weights import Weights
+
+CONFIG = AdapterConfig(2, 4.0, ("q", "v"))
+
+
+def random_adapter(rng: np.random.Generator, base: Base) -> Any:
+    specs = lora_tree.adapter_specs(transformer.abstract(base.cfg), CONFIG)
+    return params_lib.map_with_path(lambda _, s: rng.normal(size=s.shape).astype(np.float32), specs)
+
+
+def export(catalog: Catalog, rng: np.random.Generator, base: Base, policy: str, step: int) -> str:
+    """One more revision of a policy; its digest."""
+    return catalog.export(policy, pack(random_adapter(rng, base), Schema(base.fingerprint, CONFIG)), step=step).digest
+
+
+@dataclasses.dataclass
+class World:
+    """``chat`` of the default tenant has two revisions, the first is ``serving``; ``a`` and ``b`` have a policy each."""
+
+    base: Base
+    catalog: Catalog
+    weights: Weights
+    residency: Residency
+    engine: Engine
+    digests: dict[str, str]
+    rng: np.random.Generator
+    url: str = ""
+
+    def tenant(self, request: HttpRequest) -> str:
+        return request.headers.get("x-tenant", "default")
+
+    def submit(self, request: Request) -> Stream:
+        return self.engine.submit(request)
+
+    def sampled(self, prompt: Any, revision: str | None = None, **settings: Any) -> list:
+        """What the engine itself answers; a text is encoded as completions do."""
+        tokenizer = self.base.need_tokenizer()
+        tokens = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        settings = {"stop_ids": tokenizer.eos_ids, "max_tokens": 16} | settings
+        return self.engine.generate([Request(tuple(tokens), revision=revision, **settings)])[0]
+
+
+@contextlib.contextmanager
+def opened(mesh: Any, folder: Path) -> Iterator[World]:
+    """The world without a server, its engine idle."""
+    rng = np.random.default_rng([int(os.environ["MINT_TEST_SEED"]), 7])
+    base = base_lib.load("tiny-random", mesh)
+    (folder / "peft").mkdir()
+    with Catalog.open(folder / "catalog") as catalog:
+        digests = {}
+        for policy, count in (("chat", 2), ("a/mine", 1), ("b/secret", 1)):
+            catalog.create_policy(policy, Schema(base.fingerprint, CONFIG))
+            digests |= {f"{policy}@{n}": export(catalog, rng, base, policy, n) for n in range(1, count + 1)}
+        catalog.promote("chat", 1, "serving")
+
+        def sampler(tenant: str, path: str) -> str:
+            return catalog.resolve(f"{tenant}/{path.rsplit('/', 1)[1]}", tenant).digest
+
+        weights = Weights(base, catalog, also=("Base/Name",), sampler=sampler, folder=folder / "peft", below=catalog.load)
+        specs = transformer.abstract(base.cfg)
+        slots = DeviceSlots(specs, {2: 3}, ("q", "v"))
+        admission = Admission(base.fingerprint, specs, {b: slots.targets(b) for b in slots.stacks})
+        residency = Residency(weights.fetch, unpack, admission, slots, 1 << 28)
+        engine = Engine(base, base.need_tokenizer().decode, rows=(2,), steps=3)  # a row costs most, 49,152 tokens
+        try:
+            yield World(base, catalog, weights, residency, engine, digests, rng)
+        finally:
+            residency.close()
+
+
+@contextlib.contextmanager
+def served(world: World) -> Iterator[World]:
+    """The world behind a port of this machine."""
+    app = Starlette(routes=routes(world))
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", lifespan="off"))
+    thread = threading.Thread(target=server.run)
+    with world.engine.serving(residency=world.residency):
+        thread.start()
+        try:
+            while not server.started:
+                assert thread.is_alive()
+                time.sleep(0.005)
+            world.url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+            yield world
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def joined(chunks: Any) -> list[SimpleNamespace]:
+    """A stream's choices put together: text, tokens and log-probabilities, calls, and why each ended.
+
+    ``early`` counts the places whose likeliest tokens came before the choice's last chunk.
+    """
+    out: dict[int, SimpleNamespace] = {}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            one = out.setdefault(
+                choice.index, SimpleNamespace(text="", logprobs=[], top=[], early=0, offsets=[], calls=[], finish=None, revision=None)
+            )
+            assert one.finish is None, "nothing comes behind a choice's end"
+            if (delta := getattr(choice, "delta", None)) is None:
+                one.text += choice.text
+                one.logprobs += choice.logprobs.token_logprobs if choice.logprobs else []
+                one.offsets += choice.logprobs.text_offset if choice.logprobs else []
+                one.top += (choice.logprobs.top_logprobs or []) if choice.logprobs else []
+            else:
+                one.text += delta.content or ""
+                one.calls += delta.tool_calls or []
+                one.logprobs += [entry.logprob for entry in choice.logprobs.content] if choice.logprobs else []
+                one.top += [entry.top_logprobs for entry in choice.logprobs.content] if choice.logprobs else []
+            one.early = one.early if choice.finish_reason else len(one.top)
+            one.finish, one.revision = choice.finish_reason, getattr(chunk, "mint_revision", None)
+    return [out[index] for index in sorted(out)]

@@ -1,0 +1,228 @@
+"""Quotas: what is load is refused for now, what is owned for good, and what fits is not refused."""
+
+import asyncio
+import logging
+import threading
+import time
+
+import httpx
+import pytest
+import tinker
+from starlette.applications import Starlette
+from starlette.responses import Response
+from starlette.routing import Route
+from tinker import types
+
+from mint_jax.errors import UserError
+from mint_jax.service import openai
+from mint_jax.service.gate import Gate, Limits
+from mint_jax.service.keys import CHECK_S
+from mint_jax.service.quotas import FILE, Busy, OverQuota, Quota, Quotas, main, read, set_quota
+from tests.service.sites import datum_of
+from tests.service.sites import site as site
+from tests.service.sites import sites as sites
+from tests.train.live_test import random_data
+
+NUMBERS = types.AdamParams(learning_rate=1e-3)
+
+
+# -- the file
+
+
+def test_the_file_says_what_differs_from_the_default_and_is_read_again(tmp_path, caplog):
+    now = [0.0]
+    quotas = Quotas(Quota(tokens=100, policies=3), tmp_path, lambda: now[0])
+    assert quotas.of("ann") == Quota(tokens=100, policies=3)
+    set_quota(tmp_path, "ann", tokens=7, bytes=10)
+    set_quota(tmp_path, "ann", bytes=None)
+    assert quotas.of("ann") == Quota(tokens=100, policies=3), "within a second"
+    now[0] += CHECK_S
+    assert quotas.of("ann") == Quota(tokens=7, policies=3)
+    assert quotas.of("bob") == Quota(tokens=100, policies=3)
+    (tmp_path / FILE).write_text("[")
+    now[0] += CHECK_S
+    with caplog.at_level(logging.ERROR):
+        assert quotas.of("ann") == Quota(tokens=7, policies=3)
+    assert "those of before hold" in caplog.text
+    with pytest.raises(UserError, match=r"quotas.json has no quotas by tenant"):
+        Quotas(folder=tmp_path)
+    (tmp_path / FILE).unlink()
+    now[0] += CHECK_S
+    assert quotas.of("ann") == quotas.default
+
+
+def test_the_commands(tmp_path, capsys):
+    folder = f"--folder={tmp_path}"
+    assert main(["set", folder, "--tenant=ann", "--tokens=100k", "--bytes=4Gi", "--policies=2"]) == 0
+    assert main(["set", folder, "--tenant=ann", "--policies=none"]) == 0
+    assert read(tmp_path) == {"ann": Quota(tokens=100_000, bytes=4 << 30)}
+    capsys.readouterr()
+    assert main(["list", folder]) == 0
+    assert capsys.readouterr().out == "ann\trequests=-\ttokens=100000\tpolicies=-\tbytes=4294967296\n"
+    for wrong, told in (("--tokens=many", "limit is 'many'"), ("--policies=-1", "quota policies is -1"), ("--bytes=1.5Gi", "limit is")):
+        assert main(["set", folder, "--tenant=ann", wrong]) == 2
+        assert told in capsys.readouterr().err
+    assert main(["set", folder, "--tenant=a/b", "--tokens=1"]) == 2
+    assert read(tmp_path) == {"ann": Quota(tokens=100_000, bytes=4 << 30)}
+
+
+# -- tokens in flight
+
+
+def test_tokens_in_flight_never_exceed_the_quota(rng):
+    quotas, held, refused = Quotas(Quota(tokens=100)), {}, 0
+    for _ in range(2000):
+        tenant, key, tokens = str(rng.choice(["a", "b"])), int(rng.integers(20)), int(rng.integers(0, 60))
+        if rng.random() < 0.5:
+            quotas.end(key)
+            held.pop(key, None)
+            continue
+        mine = sum(n for owner, n in held.values() if owner == tenant)
+        try:
+            new = quotas.begin(key, tenant, tokens)
+        except Busy:
+            new, refused = None, refused + 1
+        assert (new is None) == (key not in held and mine + tokens > 100)
+        if new is None:
+            continue
+        assert new == (key not in held)
+        held.setdefault(key, (tenant, tokens))
+        assert quotas.tokens == {t: n for t in "ab" if (n := sum(x for owner, x in held.values() if owner == t))}
+    assert refused
+    with pytest.raises(OverQuota, match="tenant a may have 100 in flight: ask for fewer at once"):
+        quotas.begin("large", "a", 101)
+
+
+def test_a_request_that_others_wait_for_is_let_in():
+    """Numbers 2 and 3 of a model came first and hold all tokens: they end only behind number 1."""
+    quotas = Quotas(Quota(tokens=10))
+    for number in (2, 3):
+        assert quotas.begin(("m", number), "a", 5)
+    for other in (("m", 4), ("other", 1), "a sample"):
+        with pytest.raises(Busy, match="has 10 tokens in flight and asks for 5 more, of 10"):
+            quotas.begin(other, "a", 5)
+    assert quotas.begin(("m", 1), "a", 5)
+    with pytest.raises(Busy):  # one of a model, no more
+        quotas.begin(("m", 2.5), "a", 5)
+    quotas.end_all("m")
+    assert not quotas.tokens
+
+
+# -- through the gate and the SDK
+
+
+def test_requests_in_flight_are_a_tenants_own_number():
+    async def answer(request):
+        return Response("ok")
+
+    async def run():
+        named = Quotas(Quota(requests=0))
+        app = Gate(Starlette(routes=[Route("/x", answer)]), None, Limits(), quotas=named)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
+            refused = await client.get("/x")
+            named.default = Quota(requests=1)
+            return refused, await client.get("/x")
+
+    refused, served = asyncio.run(run())
+    assert (refused.status_code, refused.headers["retry-after"], served.status_code) == (429, "1", 200)
+    assert "tenant default has 0 requests in flight" in refused.json()["detail"]
+
+
+def test_openais_clients_are_told_alike():
+    busy, over = openai.failure(Busy("full")), openai.failure(OverQuota("too much"))
+    assert (busy.status_code, busy.headers["retry-after"], over.status_code) == (429, "1", 403)
+    assert b"insufficient_quota" in over.body
+
+
+@pytest.fixture
+def limited(site):
+    """``limited(policies=1)`` changes the quotas of a site; they are lifted again."""
+    yield lambda **limits: setattr(site.server.quotas, "default", Quota(**limits))
+    site.server.quotas.default = Quota()
+
+
+def failed(future, message):
+    with pytest.raises(tinker.RequestFailedError, match=message) as told:
+        future.result()
+    assert told.value.category == types.RequestErrorCategory.User
+
+
+def test_policies_are_so_many_until_one_is_unloaded(site, limited):
+    client = site.client()
+    for model in site.server.book.living("default"):
+        site.post("unload_model", {"model_id": model.id})
+    limited(policies=2)
+    first, _ = site.trainer(client=client), site.trainer(client=client)
+    with pytest.raises(tinker.PermissionDeniedError, match="tenant default has 2 policies in training, of 2: unload one"):
+        site.trainer(client=client)
+    session, number = first.model_id.split(":train:")
+    again = {"session_id": session, "model_seq_id": int(number), "base_model": site.server.name, "lora_config": {"rank": 8}}
+    assert site.post("create_model", again).status_code != 403, "it is there already"
+    assert site.post("unload_model", {"model_id": first.model_id}).status_code == 200
+    assert site.trainer(client=client).model_id
+
+
+def test_bytes_of_states_and_checkpoints(rng, site, limited):
+    client = site.client()
+    trainer = site.trainer(client=client)
+    trainer.forward_backward([datum_of(one) for one in random_data(rng, "cross_entropy", 12)], "cross_entropy")
+    trainer.optim_step(NUMBERS).result()
+    size, has = site.held(trainer).without_gradients().nbytes, owned(site)
+    assert site.server._state_bytes(8, dict.fromkeys(site.server.families, True)) == size, "a state is what it is counted as"
+    limited(bytes=has + size + size // 2)
+    path = trainer.save_state("one").result().path
+    failed(trainer.save_state("two"), rf"bytes of checkpoints and training states and asks for {size} more, of {has + size + size // 2}")
+    trainer.save_state("one", overwrite=True).result()  # in the place of what it was
+    trainer.save_weights_for_sampler("small").result()
+    with pytest.raises(tinker.PermissionDeniedError, match="delete checkpoints, or unload policies"):
+        site.trainer(client=client)
+    assert httpx.delete(f"{site.url}/api/v1/training_runs/{trainer.model_id}/checkpoints/{path.split('/', 3)[3]}").is_success
+    trainer.save_state("two").result()
+
+
+def owned(site):
+    told = [model.told for model in site.server.book.living("default") if "rank" in model.told]
+    return site.server.book.checkpoint_bytes("default") + sum(site.server._state_bytes(one["rank"], one["train"]) for one in told)
+
+
+def test_tokens_in_flight_make_a_client_wait_and_too_many_fail(rng, site, limited, monkeypatch):
+    trainer, data = site.trainer(), []
+    while (tokens := sum(datum.model_input.length for datum in data)) < 8:
+        data += [datum_of(one) for one in random_data(rng, "cross_entropy", 12)]
+    limited(tokens=tokens)
+    busy, begin = [], site.server.quotas.begin
+
+    def counted(key, tenant, tokens):
+        try:
+            return begin(key, tenant, tokens)
+        except Busy as reason:
+            busy.append(reason)
+            raise
+
+    monkeypatch.setattr(site.server.quotas, "begin", counted)
+    sampler = site.client().create_sampling_client(base_model=site.server.name).result()
+    prompt, released = types.ModelInput.from_ints(rng.integers(3, 97, 4).tolist()), threading.Event()
+    failed(sampler.sample(prompt, 1, types.SamplingParams(max_tokens=tokens)), f"may have {tokens} in flight: ask for fewer at once")
+    failed(trainer.forward_backward([*data, *data], "cross_entropy"), f"the request has {2 * tokens} tokens")
+    site.server.loop.training.do("", lambda live: released.wait(60))
+    try:
+        first = trainer.forward_backward(data, "cross_entropy")
+        until(lambda: site.server.quotas.tokens)
+        raw = {"base_model": site.server.name, "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]}}
+        refused = site.post("asample", raw | {"sampling_params": {"max_tokens": 4}})
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        waiting = [sampler.sample(prompt, 1, types.SamplingParams(max_tokens=4)), trainer.forward_backward(data, "cross_entropy")]
+        until(lambda: len(busy) >= 3)
+    finally:
+        released.set()
+    for one in (first, *waiting):  # the SDK has asked again
+        one.result()
+    until(lambda: httpx.get(site.url + "/debug/state").json()["tokens_in_flight"] == {})  # a request ends after its answer
+
+
+def until(there):
+    """Waits for something that another thread does."""
+    end = time.monotonic() + 60
+    while not there():
+        assert time.monotonic() < end
+        time.sleep(0.005)

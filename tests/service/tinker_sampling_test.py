@@ -1,0 +1,291 @@
+"""Sampling by the official SDK: what is drawn, what is told of it, when it stops; by torch's logits over the same weights."""
+
+import asyncio
+import pickle
+
+import httpx
+import numpy as np
+import pytest
+import tinker
+import torch
+from tinker import types
+
+from mint_jax.models import base as base_lib
+from mint_jax.service import tinker as tinker_
+from tests import oracles
+from tests.service.sites import datum_of, logprobs_of
+from tests.service.sites import site as site
+from tests.service.sites import sites as sites
+from tests.train.live_test import random_data, random_state
+
+pytestmark = pytest.mark.long
+
+CLOSE = 5e-5  # float32 through three layers, at log-probabilities of about 5
+
+
+@pytest.fixture(scope="module")
+def bare(site):
+    """A sampler of the bare base."""
+    return site.client().create_sampling_client(base_model=site.server.name).result()
+
+
+@pytest.fixture(scope="module")
+def logprobs(hf_dirs):
+    """``logprobs(tokens, temperature)`` -> ``[N, V]`` of torch."""
+    model = oracles.torch_model(hf_dirs("llama"))
+    return lambda tokens, temperature=1.0: torch.log_softmax(
+        torch.tensor(oracles.torch_logits(model, np.array([tokens]))[0]) / temperature, -1
+    ).numpy()
+
+
+def ints(tokens):
+    return types.ModelInput.from_ints([int(token) for token in tokens])
+
+
+def params(**told):
+    return types.SamplingParams(**{"max_tokens": 8, "seed": 1} | told)
+
+
+def drawn(answer):
+    return [sequence.tokens for sequence in answer.sequences]
+
+
+def test_a_seed_names_its_samples(bare, rng):
+    prompt = ints(rng.integers(3, 97, 5))
+    one, same, other, first = (bare.sample(prompt, n, params(seed=seed)) for n, seed in ((4, 3), (4, 3), (4, 4), (1, 3)))
+    assert drawn(one.result()) == drawn(same.result())
+    assert drawn(one.result()) != drawn(other.result())
+    assert drawn(first.result()) == drawn(one.result())[:1]
+    assert len({tuple(tokens) for tokens in drawn(one.result())}) == 4
+    ids = [sequence.sequence_id for answer in (one, same, other, first) for sequence in answer.result().sequences]
+    assert len(set(ids)) == 13
+    assert {sequence.stop_reason for sequence in one.result().sequences} == {"length"}
+    unseeded = [drawn(bare.sample(prompt, 1, types.SamplingParams(max_tokens=8)).result()) for _ in range(2)]
+    assert unseeded[0] != unseeded[1]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_a_token_s_log_probability_is_that_of_what_drew_it(temperature, bare, rng, logprobs):
+    prompt = rng.integers(3, 97, 5).tolist()
+    answer = bare.sample(ints(prompt), 2, params(temperature=temperature), topk_sample_logprobs=3).result()
+    for sequence in answer.sequences:
+        told = logprobs(prompt + sequence.tokens, temperature)[len(prompt) - 1 : -1]
+        np.testing.assert_allclose(sequence.logprobs, told[range(8), sequence.tokens], atol=CLOSE)
+        plain = logprobs(prompt + sequence.tokens)[len(prompt) - 1 : -1]
+        assert sequence.topk_logprobs_np.token_ids.shape == (8, 3)
+        np.testing.assert_allclose(sequence.topk_logprobs_np.logprobs, -np.sort(-plain, -1)[:, :3], atol=CLOSE)
+
+
+def test_without_temperature_the_likeliest_is_taken(bare, rng, logprobs):
+    prompt = rng.integers(3, 97, 5).tolist()
+    (tokens,) = drawn(bare.sample(ints(prompt), 1, params(temperature=0.0)).result())
+    told = logprobs(prompt + tokens)[len(prompt) - 1 : -1]
+    np.testing.assert_allclose(told[range(8), tokens], told.max(-1), atol=CLOSE)
+
+
+def test_a_prompt_s_log_probabilities_in_every_form(bare, rng, logprobs):
+    prompt = rng.integers(3, 97, 9).tolist()
+    wanted = rng.integers(3, 97, (8, 3))
+    wanted[2, 1] = wanted[5] = -1
+    answer = bare.sample(
+        ints(prompt), 1, params(max_tokens=1), include_prompt_logprobs=True, topk_prompt_logprobs=2, prompt_alt_tokens_k=4,
+        target_prompt_logprobs=types.TensorData.from_numpy(wanted),
+    ).result()  # fmt: skip
+    told = logprobs(prompt)[:-1]
+    assert answer.prompt_logprobs[0] is None
+    np.testing.assert_allclose(answer.prompt_logprobs[1:], told[range(8), prompt[1:]], atol=CLOSE)
+    top = answer.topk_prompt_logprobs_np
+    assert top.token_ids.shape == (9, 2)
+    np.testing.assert_allclose(top.logprobs[1:], -np.sort(-told, -1)[:, :2], atol=CLOSE)
+    np.testing.assert_allclose(np.take_along_axis(told, top.token_ids[1:], 1), top.logprobs[1:], atol=CLOSE)
+    assert answer.topk_prompt_logprobs[0] is None
+    named = answer.target_prompt_logprobs.to_numpy()
+    np.testing.assert_allclose(named, np.where(wanted < 0, 0, np.take_along_axis(told, np.maximum(wanted, 0), 1)), atol=CLOSE)
+    alternatives = answer.prompt_alt_tokens
+    assert alternatives.tokens.to_numpy().shape == (8, 4)
+    np.testing.assert_allclose(
+        alternatives.logprobs.to_numpy(), np.take_along_axis(told, alternatives.tokens.to_numpy().astype(np.int64), 1), atol=CLOSE
+    )
+    assert len({tuple(row) for row in alternatives.tokens.to_numpy().tolist()}) > 1
+    last = bare.compute_logprobs(ints(prompt), prompt_logprobs_last_n=3).result()
+    assert last[:6] == [None] * 6
+    np.testing.assert_allclose(last[6:], answer.prompt_logprobs[6:], atol=CLOSE)
+
+
+def test_a_prompt_in_chunks_is_one(bare, rng):
+    prompt = rng.integers(3, 97, 7).tolist()
+    chunks = types.ModelInput(chunks=[types.EncodedTextChunk(tokens=part) for part in (prompt[:2], prompt[2:3], prompt[3:])])
+    assert drawn(bare.sample(chunks, 1, params()).result()) == drawn(bare.sample(ints(prompt), 1, params()).result())
+
+
+def test_stop_ids_end_a_sample_and_are_kept(bare, rng):
+    prompt = ints(rng.integers(3, 97, 5))
+    (tokens,) = drawn(bare.sample(prompt, 1, params(stop=[])).result())
+    stop = tokens[4]
+    (sequence,) = bare.sample(prompt, 1, params(stop=[stop])).result().sequences
+    assert sequence.tokens == tokens[: tokens.index(stop) + 1]
+    assert sequence.stop_reason == "stop"
+    assert len(sequence.logprobs) == len(sequence.tokens)
+
+
+def test_stop_strings_and_the_end_of_text(sites, mesh, rng):
+    """A base with a tokenizer: without a stop its end tokens end a sample, an empty list says that nothing does."""
+    site = sites(base_lib.load("tiny-random", mesh))
+    sampler = site.client().create_sampling_client(base_model=site.server.name).result()
+    tokenizer, prompt = site.server.base.tokenizer, ints(rng.integers(3, 97, 5))
+    for seed in range(9):
+        (tokens,) = drawn(sampler.sample(prompt, 1, params(seed=seed, stop=[], max_tokens=12)).result())
+        assert len(tokens) == 12
+        if word := tokenizer.decode(tokens[5:6]).strip():
+            break
+    (sequence,) = sampler.sample(prompt, 1, params(seed=seed, stop=["never", word], max_tokens=12)).result().sequences
+    assert sequence.stop_reason == "stop"
+    assert sequence.tokens == tokens[: len(sequence.tokens)]
+    assert word in tokenizer.decode(sequence.tokens)
+    assert word not in tokenizer.decode(sequence.tokens[:-1])
+    (one,) = sampler.sample(prompt, 1, params(seed=seed, stop=word, max_tokens=12)).result().sequences
+    assert one.tokens == sequence.tokens
+    end = tokenizer.eos_ids[0]
+    trainer = site.trainer()
+    datum = types.Datum(prompt, {"target_tokens": [end] * 5, "weights": [1.0] * 5})
+    for _ in range(100):
+        loss = trainer.forward_backward([datum], "cross_entropy").result().metrics["loss:sum"]
+        if loss < 0.005:  # the end is drawn then but once in a thousand times
+            break
+        trainer.optim_step(types.AdamParams(learning_rate=0.03)).result()
+    assert loss < 0.005
+    trained = trainer.save_weights_and_get_sampling_client()
+    ended = [trained.sample(prompt, 1, params(stop=stop)).result().sequences[0] for stop in (None, [])]
+    assert (ended[0].tokens, ended[0].stop_reason) == ([end], "stop")
+    assert ended[1].tokens[0] == end
+    assert len(ended[1].tokens) == 8
+    assert ended[1].stop_reason == "length"
+
+
+def test_the_sampler_s_log_probabilities_are_the_trainer_s(site, rng):
+    trainer = site.trainer()
+    site.put(trainer, random_state(rng, site.server.base, site.held(trainer).config))
+    sampler = trainer.save_weights_and_get_sampling_client()
+    prompt = rng.integers(3, 97, 6).tolist()
+    (sequence,) = sampler.sample(ints(prompt), 1, params()).result().sequences
+    whole = prompt + sequence.tokens
+    datum = types.Datum(ints(whole[:-1]), {"target_tokens": whole[1:], "weights": [1.0] * (len(whole) - 1)})
+    (told,) = logprobs_of(trainer.forward([datum], "cross_entropy").result())
+    np.testing.assert_allclose(sampler.compute_logprobs(ints(whole)).result()[1:], told, atol=CLOSE)
+    np.testing.assert_allclose(sequence.logprobs, told[len(prompt) - 1 :], atol=CLOSE)
+
+
+def test_a_snapshot_stays_what_it_was_while_its_policy_trains_on(site, rng):
+    """Bit for bit, and between requests of training that are under way."""
+    trainer = site.trainer()
+    site.put(trainer, random_state(rng, site.server.base, site.held(trainer).config))
+    prompt = ints(rng.integers(3, 97, 6))
+    old = trainer.save_weights_and_get_sampling_client()
+    before = old.sample(prompt, 2, params()).result()
+    updates = []
+    for _ in range(4):
+        data = [datum_of(datum) for datum in random_data(rng, "cross_entropy", 12)]
+        trainer.forward_backward(data, "cross_entropy")
+        updates.append(trainer.optim_step(types.AdamParams(learning_rate=1e-2)))
+        again = old.sample(prompt, 2, params()).result()
+        assert drawn(again) == drawn(before)
+        assert [one.logprobs for one in again.sequences] == [one.logprobs for one in before.sequences]
+    for update in updates:
+        update.result()
+    new = trainer.save_weights_and_get_sampling_client().sample(prompt, 2, params()).result()
+    assert [one.logprobs for one in new.sequences] != [one.logprobs for one in before.sequences]
+    again = old.sample(prompt, 2, params()).result()
+    assert [one.logprobs for one in again.sequences] == [one.logprobs for one in before.sequences]
+
+
+def test_many_policies_are_sampled_together(site, rng):
+    """More snapshots than there are slots on the device, asked at once; each is what it is alone."""
+    client, prompt = site.client(), ints(rng.integers(3, 97, 6))
+    samplers = []
+    for rank in (8, 4, 1):
+        trainer = site.trainer(rank, client)
+        site.put(trainer, random_state(rng, site.server.base, site.held(trainer).config))
+        samplers.append(trainer.save_weights_and_get_sampling_client())
+    alone = [drawn(sampler.sample(prompt, 1, params()).result()) for sampler in samplers]
+
+    async def ask():
+        return await asyncio.gather(*(sampler.sample(prompt, 1, params()) for _ in range(4) for sampler in samplers))
+
+    assert [drawn(answer) for answer in asyncio.run(ask())] == alone * 4
+    assert len({tuple(tokens[0]) for tokens in alone}) == 3
+
+
+def test_clones_of_a_sampler_have_numbers_of_their_own(bare, rng):
+    prompt = ints(rng.integers(3, 97, 5))
+    expected = drawn(bare.sample(prompt, 1, params()).result())
+    clones = [pickle.loads(pickle.dumps(bare)), tinker.SamplingClient.from_sampler_handle(bare.get_sampler_handle(), api_key="tml-x")]
+    futures = [clone.sample(prompt, 1, params()) for clone in clones for _ in range(2)]
+    assert [drawn(future.result()) for future in futures] == [expected] * 4
+
+
+def test_futures_may_be_fetched_one_by_one(site, rng, monkeypatch, bare):
+    prompt = ints(rng.integers(3, 97, 5))
+    expected = drawn(bare.sample(prompt, 1, params()).result())
+    monkeypatch.setitem(tinker_.CLIENT_CONFIG, "sample_use_retrieve_futures", False)
+    sampler = site.client().create_sampling_client(base_model=site.server.name).result()
+    assert not sampler.holder.get_client_config().sample_use_retrieve_futures
+    futures = [sampler.sample(prompt, 1, params()) for _ in range(5)]
+    assert [drawn(future.result()) for future in futures] == [expected] * 5
+
+
+def asked(site, sampler, place, **told):
+    prompt = {"chunks": [{"tokens": [5, 6], "type": "encoded_text"}]}
+    body = {"sampling_session_id": sampler, "seq_id": place, "num_samples": 1, "prompt": prompt}
+    return site.post("asample", body | told)
+
+
+def test_a_sample_sent_again_is_the_same(site):
+    session = site.post("create_session", {}).json()["session_id"]
+    told = {"session_id": session, "sampling_session_seq_id": 0, "base_model": site.server.name}
+    sampler = site.post("create_sampling_session", told).json()["sampling_session_id"]
+    assert site.post("create_sampling_session", told).json()["sampling_session_id"] == sampler
+    small = {"sampling_params": {"max_tokens": 3}}
+    one, same = (asked(site, sampler, 0, **small).json() for _ in range(2))
+    assert one == same
+    assert asked(site, sampler, 0, sampling_params={"max_tokens": 4}).status_code == 409
+    assert site.retrieve(one["request_id"]).json() == site.retrieve(one["request_id"]).json()
+    assert len(site.retrieve(one["request_id"]).json()["sequences"][0]["tokens"]) == 3
+    assert site.post("retrieve_future", {"request_id": "a-nothing"}).status_code == 410
+    assert asked(site, "nobody:sample:0", 0, **small).status_code == 404
+    failed = site.retrieve(asked(site, sampler, 1, sampling_params={"max_tokens": 3, "temperature": -1}).json()["request_id"]).json()
+    assert failed["category"] == "user"
+    assert "expected temperature >= 0" in failed["error"]
+    assert httpx.get(f"{site.url}/api/v1/samplers/{sampler}").json()["base_model"] == site.server.name
+
+
+def test_a_sample_can_be_cancelled(site):
+    session = site.post("create_session", {}).json()["session_id"]
+    told = {"session_id": session, "sampling_session_seq_id": 0, "base_model": site.server.name}
+    sampler = site.post("create_sampling_session", told).json()["sampling_session_id"]
+    ids = [asked(site, sampler, i, sampling_params={"max_tokens": 250}).json()["request_id"] for i in range(12)]
+    for wrong, status in ("", 400), ("a-nothing", 410):  # nothing of such a request is cancelled
+        assert site.post("cancel_future", {"request_id": ids[0], "request_ids": [wrong]}).status_code == status
+    assert site.post("cancel_future", {"request_id": ids[-1], "request_ids": [ids[-2]]}).status_code == 200
+    for id in ids[-2:]:
+        answer = site.retrieve(id).json()
+        assert answer["category"] == "user"
+        assert "this sample was cancelled before it was done" in answer["error"]
+    assert len(site.retrieve(ids[0]).json()["sequences"][0]["tokens"]) == 250
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [({"temperature": -1.0}, "temperature -1.0"), ({"max_tokens": 0}, "max_tokens is 0"), ({"top_p": 2.0}, "top_p 2.0")],
+)
+def test_a_mistake_is_the_user_s(told, message, bare):
+    with pytest.raises(tinker.RequestFailedError, match=message) as failed:
+        bare.sample(ints([5, 6]), 1, params(**told)).result()
+    assert failed.value.category == types.RequestErrorCategory.User
+
+
+def test_what_cannot_be_sampled_is_told_when_it_is_named(site):
+    client = site.client()
+    with pytest.raises(tinker.BadRequestError, match="base_model is 'other'"):
+        client.create_sampling_client(base_model="other").result()
+    with pytest.raises(tinker.RequestFailedError, match="97"):
+        client.create_sampling_client(base_model=site.server.name).result().sample(ints([97]), 1, params()).result()

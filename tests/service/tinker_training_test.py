@@ -1,0 +1,334 @@
+"""Training by the official SDK: equal to torch, in order, once, whatever else is asked of the server."""
+
+import dataclasses
+
+import httpx
+import numpy as np
+import pytest
+import tinker
+import torch
+from tinker import types
+
+from mint_jax.service import tinker as tinker_
+from mint_jax.train.blocks import Datum, Work
+from mint_jax.train.live import Live
+from mint_jax.train.losses import KINDS, LossCoefs
+from tests import oracles
+from tests.service.sites import SHAPES, adam, datum_of, logprobs_of
+from tests.service.sites import site as site
+from tests.service.sites import sites as sites
+from tests.train import live_test
+from tests.train.live_test import LOSSES, Tenant, away_from_edges, random_data, random_optimizer, random_state
+
+CLIPPED = {"ppo", "cispo", "gspo"}
+
+
+def sent(data, kind):
+    """Our data as a client of Tinker states them: what counts not has no advantage, but for DRO, whose square needs weights."""
+    out = []
+    for datum in data:
+        inputs = dict(datum_of(datum).loss_fn_inputs)
+        if kind not in ("cross_entropy", "soft", "dro"):
+            del inputs["weights"]
+            inputs["advantages"] = types.TensorData.from_numpy(datum.advantages * datum.weights)
+        if kind == "gspo":
+            inputs["sequence_ratio_mask"] = types.TensorData.from_numpy(datum.weights)
+        out.append(types.Datum(types.ModelInput.from_ints(datum.tokens.tolist()), inputs))
+    return out
+
+
+def options(kind):
+    low, high, beta = LOSSES.get(kind, (0, 0, 0))
+    return {"beta": beta} if kind == "dro" else {"clip_low_threshold": low, "clip_high_threshold": high} if kind in CLIPPED else None
+
+
+def coefs(kind):
+    low, high, beta = LOSSES[kind]
+    return LossCoefs(KINDS.index(kind), low, high, 0, 0.0, 0.0, np.inf, beta)
+
+
+def data_for(rng, tenant, kind, longest=24):
+    data = random_data(rng, kind, longest)
+    while kind in CLIPPED and not away_from_edges(tenant, data, kind):
+        data = random_data(rng, kind, longest)
+    return data
+
+
+def same_parts(one, two):
+    assert one.parts.keys() == two.parts.keys()
+    for part, leaves in one.parts.items():
+        for path, leaf in leaves.items():
+            np.testing.assert_array_equal(leaf, two.parts[part][path], err_msg=f"{part} {path}")
+
+
+def test_every_loss_and_update_is_torch_s(rng, site, hf_dirs):
+    """Rounds of one loss each, sent without waiting; updates have numbers of their own."""
+    trainer = site.trainer()
+    state = random_state(rng, site.server.base, site.held(trainer).config)
+    site.put(trainer, state)
+    tenant = Tenant(oracles.torch_model(hf_dirs("llama"), torch.float64), state)
+    noted = []
+    for kind in [*LOSSES, "soft"]:
+        data = data_for(rng, tenant, kind)
+        name = "cross_entropy" if kind == "soft" else kind
+        loss, logprobs = tenant.forward_backward(data, name)
+        numbers = random_optimizer(rng)
+        norm = tenant.optim(numbers)
+        asked = trainer.forward_backward(sent(data, kind), name, options(kind)), trainer.optim_step(adam(numbers))
+        after = trainer.forward(sent(data, kind), name, options(kind))
+        told, updated = (one.result() for one in asked)
+        # float32 through three layers and up to seven updates, at log-probabilities of about 5; a loss sums up to 120 of them
+        for got, want in zip(logprobs_of(told), logprobs, strict=True):
+            np.testing.assert_allclose(got, want, atol=1e-3)
+        assert told.metrics["loss:sum"] == pytest.approx(loss, rel=1e-3, abs=2e-2)
+        if name == "cross_entropy":
+            for one, got, datum in zip(told.loss_fn_outputs, logprobs_of(told), data):
+                np.testing.assert_allclose(one["elementwise_loss"].to_numpy(), -datum.weights * got, rtol=1e-5, atol=1e-6)
+        assert updated.metrics is not None
+        assert updated.metrics["grad_norm"] == pytest.approx(norm, rel=1e-3)
+        noted.append(updated.metrics["grad_norm"])
+        for got, datum in zip(logprobs_of(after.result()), data, strict=True):
+            np.testing.assert_allclose(got, tenant.logprobs(datum).detach().numpy(), atol=2e-3)
+    held = site.held(trainer)
+    assert held.count == len(LOSSES) + 1
+    charted = [point for _, point in site.server.curves.of(trainer.model_id)]
+    assert [point.grad_norm for point in charted] == pytest.approx(noted)
+    assert all(point.loss is not None for point in charted)
+    for path, factor in tenant.factors.items():
+        moved = np.abs(factor.detach().numpy() - state.parts["factors"][path]).max()
+        np.testing.assert_allclose(held.parts["factors"][path], factor.detach(), atol=2e-2 * moved)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_a_base_with_experts_or_latents_trains_as_live_training_does(family, rng, sites, tiny_base):
+    base = tiny_base(family)
+    site = sites(base)
+    trainer = site.trainer()
+    start = site.held(trainer)
+    live = Live(base, {8: 2}, shapes=SHAPES)
+    live.join("a", start)
+    for kind in ("cross_entropy", "ppo"):
+        data = random_data(rng, kind, 24)
+        numbers = random_optimizer(rng)
+        result = trainer.forward_backward(sent(data, kind), kind, options(kind)).result()
+        trainer.optim_step(adam(numbers)).result()
+        work = Work("a", data, coefs(kind))
+        live_test.run(live, [work], 1e9)
+        live.optim({"a": numbers})
+        for got, want in zip(logprobs_of(result), work.logprobs, strict=True):
+            np.testing.assert_allclose(got, want, atol=2e-5)  # steps of other shapes
+        assert result.metrics["loss:sum"] == pytest.approx(work.loss, rel=1e-4, abs=1e-3)
+    mine, alone = site.held(trainer), live.held("a")
+    assert mine.count == alone.count == 2
+    for path, leaf in alone.parts["factors"].items():
+        moved = np.abs(leaf - start.parts["factors"][path]).max()
+        np.testing.assert_allclose(mine.parts["factors"][path], leaf, atol=5e-2 * moved + 1e-7, err_msg=path)
+
+
+def test_many_requests_in_flight_run_in_their_order(rng, site, hf_dirs):
+    """Two sessions, each of which sends everything before it looks at any answer; one request in the middle is refused."""
+    model = oracles.torch_model(hf_dirs("llama"), torch.float64)
+    trainers = [site.trainer(rank) for rank in (8, 3)]
+    states = [random_state(rng, site.server.base, site.held(trainer).config) for trainer in trainers]
+    tenants = [Tenant(model, state) for state in states]
+    for trainer, state in zip(trainers, states):
+        site.put(trainer, state)
+    futures, expected, refused = [], [], []
+    for turn in range(6):
+        for trainer, tenant in zip(trainers, tenants):
+            data, numbers = random_data(rng, "cross_entropy", 24), random_optimizer(rng)
+            futures.append(trainer.forward_backward(sent(data, "cross_entropy"), "cross_entropy"))
+            if turn == 2:
+                wrong = types.Datum(types.ModelInput.from_ints([5, 97]), {"target_tokens": [5, 5], "weights": [1.0, 1.0]})
+                refused.append(trainer.forward_backward([datum_of(data[0]), wrong], "cross_entropy"))
+            trainer.optim_step(adam(numbers))
+            expected.append(tenant.forward_backward(data, "cross_entropy"))
+            tenant.optim(numbers)
+    for future, (loss, logprobs) in zip(futures, expected):
+        result = future.result()
+        for got, want in zip(logprobs_of(result), logprobs, strict=True):
+            # Five updates carry on what float32 lost in each: 0.0024 was seen. An update that is missing moved some by 0.4 and more.
+            np.testing.assert_allclose(got, want, atol=1e-2)
+        assert result.metrics["loss:sum"] == pytest.approx(loss, rel=1e-3, abs=0.3)
+    for future in refused:
+        with pytest.raises(tinker.RequestFailedError, match=r"datum 1 has 97 among its tokens") as failed:
+            future.result()
+        assert failed.value.category == types.RequestErrorCategory.User
+    for trainer in trainers:
+        assert site.held(trainer).count == 6
+
+
+def test_a_batch_in_several_requests_is_one_batch(rng, site, monkeypatch):
+    """The SDK cuts large batches, and sends the first part last."""
+    whole = site.trainer()
+    monkeypatch.setitem(tinker_.CLIENT_CONFIG, "fwdbwd_max_chunk_len", 2)
+    trainer = site.trainer()
+    state = random_state(rng, site.server.base, site.held(trainer).config)
+    data = [datum_of(datum) for _ in range(4) for datum in random_data(rng, "cross_entropy", 24)]
+    for one in (trainer, whole):
+        site.put(one, state)
+    futures = [one.forward_backward(data, "cross_entropy") for one in (trainer, whole)]
+    cut, together = (future.result() for future in futures)
+    assert cut.metrics["loss:sum"] == pytest.approx(together.metrics["loss:sum"], rel=1e-4, abs=1e-3)
+    for got, want in zip(logprobs_of(cut), logprobs_of(together), strict=True):
+        np.testing.assert_allclose(got, want, atol=2e-5)
+    grads = [site.held(one).parts["grad"] for one in (trainer, whole)]
+    live_test.assert_close(*grads)
+    assert trainer._request_id_counter - whole._request_id_counter == (len(data) + 1) // 2 - 1
+
+
+def test_a_request_sent_again_runs_once(rng, site):
+    """Raw requests, with numbers in any order."""
+    trainer = site.trainer()
+    data = random_data(rng, "cross_entropy", 8)
+    told = {
+        "forward_backward_input": {
+            "loss_fn": "cross_entropy",
+            "data": [
+                {
+                    "model_input": {"chunks": [{"type": "encoded_text", "tokens": d.tokens.tolist()}]},
+                    "loss_fn_inputs": {
+                        "target_tokens": {"data": d.targets.tolist(), "dtype": "int64", "shape": [d.tokens.size]},
+                        "weights": {"data": d.weights.tolist(), "dtype": "float32", "shape": [d.tokens.size]},
+                    },
+                }
+                for d in data
+            ],
+        },
+        "model_id": trainer.model_id,
+    }
+    step = {"model_id": trainer.model_id, "adam_params": {"learning_rate": 1e-2}, "type": "optim_step"}
+    late = site.post("optim_step", step | {"seq_id": 2}).json()["request_id"]
+    first = site.post("forward_backward", told | {"seq_id": 1}).json()["request_id"]
+    assert [site.post("forward_backward", told | {"seq_id": 1}).json()["request_id"] for _ in range(2)] == [first] * 2
+    assert site.post("optim_step", step | {"seq_id": 2}).json()["request_id"] == late
+    other = site.post("optim_step", step | {"seq_id": 2, "adam_params": {"learning_rate": 1.0}})
+    assert other.status_code == 409
+    assert site.post("optim_step", step | {"seq_id": 1}).status_code == 409
+    assert site.retrieve(late).json()["metrics"]["skipped"] == 0
+    assert site.retrieve(first).json()["metrics"].keys() == {"loss:sum"}
+    assert site.retrieve(first).json() == site.retrieve(first).json()
+    assert site.held(trainer).count == 1
+    assert site.post("optim_step", step | {"seq_id": 2}).json()["request_id"] == late
+    assert site.post("optim_step", step | {"seq_id": 0}).status_code == 400
+    assert site.post("optim_step", step | {"seq_id": 3, "model_id": "nobody:train:0"}).status_code == 404
+    assert site.held(trainer).count == 1
+
+
+def test_a_loss_of_the_client_s_own_has_its_gradients(rng, site):
+    """The SDK differentiates it; it is cross-entropy here, so the server's own says what comes of it. An update behind it follows it."""
+    custom, built = site.trainer(), site.trainer()
+    state = random_state(rng, site.server.base, site.held(custom).config)
+    for one in (custom, built):
+        site.put(one, state)
+    data = [datum_of(datum) for datum in random_data(rng, "cross_entropy", 24)]
+
+    def loss(data, logprobs):
+        weights = [torch.tensor(datum.loss_fn_inputs["weights"].to_numpy()) for datum in data]
+        return -sum((w * lp).sum() for w, lp in zip(weights, logprobs)), {"answer:mean": 42.0}
+
+    result, plain = custom.forward_backward_custom(data, loss).result(), built.forward_backward(data, "cross_entropy").result()
+    assert result.metrics["loss:sum"] == pytest.approx(plain.metrics["loss:sum"], rel=1e-4, abs=1e-3)
+    assert result.metrics["answer:mean"] == 42.0
+    live_test.assert_close(site.held(custom).parts["grad"], site.held(built).parts["grad"])
+    futures = custom.forward_backward_custom(data, loss), custom.optim_step(types.AdamParams(learning_rate=1e-3))
+    futures[0].result()
+    futures[1].result()
+    assert site.held(custom).count == 1
+    assert "grad" not in site.held(custom).parts
+
+
+def test_a_teacher_s_distribution_in_sparse_and_dense_cells(rng, site, hf_dirs):
+    """A step of distillation: [N, K] targets with probabilities as weights, dense and as torch's CSR, whose cells are told in place."""
+    dense, sparse = site.trainer(), site.trainer()
+    state = random_state(rng, site.server.base, site.held(dense).config)
+    for one in (dense, sparse):
+        site.put(one, state)
+    tenant = Tenant(oracles.torch_model(hf_dirs("llama"), torch.float64), state)
+    n, k = 9, 3
+    tokens = rng.integers(3, 97, n).astype(np.int32)
+    ids, weights = rng.integers(3, 97, (n, k)), rng.dirichlet(np.ones(k), n).astype(np.float32)
+    wide_ids, wide_weights, columns = np.zeros((n, 40), np.int64), np.zeros((n, 40), np.float32), []
+    for i in range(n):
+        mine = np.sort(rng.choice(40, k, replace=False))
+        wide_ids[i, mine], wide_weights[i, mine] = ids[i], weights[i]
+        columns.append(mine)
+    model_input = types.ModelInput.from_ints(tokens.tolist())
+    one = types.Datum(model_input, {"target_tokens": ids, "weights": weights})
+    two = types.Datum(model_input, {"target_tokens": torch.tensor(wide_ids), "weights": torch.tensor(wide_weights)})
+    assert two.loss_fn_inputs["target_tokens"].sparse_crow_indices is not None, "else the test says nothing of sparse cells"
+    results = [t.forward_backward([d], "cross_entropy").result() for t, d in ((dense, one), (sparse, two))]
+    loss, (expected,) = tenant.forward_backward([Datum(tokens, ids.astype(np.int32), weights)], "cross_entropy")
+    for result in results:
+        assert result.metrics["loss:sum"] == pytest.approx(loss, rel=1e-4)
+    np.testing.assert_allclose(logprobs_of(results[0])[0], expected, atol=5e-5)
+    told = logprobs_of(results[1])[0]
+    assert told.shape == (n, 40)
+    np.testing.assert_allclose(np.take_along_axis(told, np.stack(columns), 1), expected, atol=5e-5)
+    live_test.assert_close(site.held(dense).parts["grad"], site.held(sparse).parts["grad"])
+    before = results[1].metrics["loss:sum"]
+    sparse.optim_step(types.AdamParams(learning_rate=1e-3)).result()
+    assert sparse.forward([two], "cross_entropy").result().metrics["loss:sum"] < before
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda t, d: t.forward_backward([d], "nonsense"), "loss_fn is .*nonsense.*; choose one of: cross_entropy"),
+        (lambda t, d: t.forward_backward([d], "ppo"), "loss_fn_inputs has no logprobs; ppo needs"),
+        (lambda t, d: t.forward_backward([d], "cross_entropy", {"beta": 1.0}), "loss_fn_config has 'beta'"),
+        (lambda t, d: t.forward_backward([dataclasses.replace(d, model_input=types.ModelInput.from_ints([]))], "cross_entropy"), "datum 0"),
+        (lambda t, d: t.optim_step(types.AdamParams(learning_rate=-1.0)), "learning_rate is -1.0; expected 0 or more"),
+        (lambda t, d: t.save_state("a/b"), "a checkpoint's name"),
+        (lambda t, d: t.load_state("tinker://nobody/weights/x"), "there is no checkpoint tinker://nobody/weights/x"),
+    ],
+)
+def test_a_mistake_is_the_user_s_and_uses_up_its_number(call, message, site):
+    trainer = site.trainer()
+    datum = types.Datum(types.ModelInput.from_ints([5, 6]), {"target_tokens": [6, 7], "weights": [1.0, 1.0]})
+    with pytest.raises(tinker.RequestFailedError, match=message) as failed:
+        call(trainer, datum).result()
+    assert failed.value.category == types.RequestErrorCategory.User
+    assert "loss:sum" in trainer.forward_backward([datum], "cross_entropy").result().metrics
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [({"rank": 99}, "rank is 99; this server trains ranks from 1 to 8"), ({"base_model": "other"}, "base_model is 'other'")],
+)
+def test_a_policy_that_cannot_be_is_refused(asked, message, site):
+    client = site.client()
+    with pytest.raises(tinker.RequestFailedError, match=message):
+        client.create_lora_training_client(**{"base_model": site.server.name, "rank": 8} | asked).result()
+    assert client.create_lora_training_client(site.server.name, 4).result().get_info().lora_rank == 4
+
+
+def test_a_seed_and_families_make_the_adapter(site):
+    client = site.client()
+    one, same, other = (site.held(site.trainer(client=client, seed=seed)) for seed in (7, 7, 8))
+    same_parts(one, same)
+    assert any((a != b).any() for a, b in zip(one.parts["factors"].values(), other.parts["factors"].values()))
+    only = site.trainer(client=client, train_mlp=False, train_unembed=False)
+    assert set(site.held(only).config.targets) == {"q", "k", "v", "o"}
+    info = only.get_info()
+    assert (info.model_data.model_name, info.model_id, info.is_lora) == (site.server.name, only.model_id, True)
+
+
+def test_a_session_that_is_over_takes_nothing(site):
+    client = site.client()
+    trainer = site.trainer(client=client)
+    session = trainer.model_id.split(":")[0]
+    client.close("success").result()
+    assert site.post("session_heartbeat", {"session_id": session}).status_code == 410
+    step = {"model_id": trainer.model_id, "seq_id": 1, "adam_params": {}}
+    answer = site.post("optim_step", step)
+    assert answer.status_code == 404
+    assert "has ended with its session" in answer.json()["detail"]
+    assert trainer.model_id not in site.server.live
+
+
+def test_bodies_that_are_none_are_refused(site):
+    assert site.post("optim_step", b"{").status_code == 400
+    assert site.post("forward_backward", b"\xff" * 9, **{"content-type": "application/x-protobuf"}).status_code == 400
+    assert httpx.get(f"{site.url}/api/v1/healthz").json() == {"status": "ok"}
