@@ -50,7 +50,8 @@ def get_config(size: str = "cpu") -> ConfigDict:
         "config": f"configs/bench/train_wave.py{':ci' if tiny else ''}",
         "about": "One step of so many policies over one of a single policy with the same rows, and over as many steps of one policy each.",
         "axes": {"rank": ranks[-1:] if tiny else ranks if large else (1, 8), "policies": policies},
-        "without": (),
+        # a point takes one to two minutes; of another rank a few show that it hardly matters
+        "without": () if large or tiny else ({"rank": 1, "policies": 4}, {"rank": 1, "policies": 64}),
         "options": (*base, "--config.rank={rank}", "--config.policies={policies}", *(() if large else ("--config.tokens=3",))),
         "minutes": 0.2 if tiny else 0.8 if large else 1.5,
         "figures": {

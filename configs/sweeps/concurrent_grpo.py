@@ -69,7 +69,7 @@ def get_config(size: str = "cpu") -> ConfigDict:
             "crossover": {
                 "config": bench,
                 "about": "Sequential over batched time of a few policies, by the rollouts of each: where batching stops to pay.",
-                "axes": {"rollouts": (2,) if tiny else (2, 4, 8, 16, 32)},
+                "axes": {"rollouts": (2,) if tiny else (2, 4, 8, 16, 32) if large else (2, 8, 32)},
                 "options": (*shared, *alone, "--config.crossover=({rollouts},)"),
                 "minutes": 0.3 if tiny else 0.6,
                 "figures": {

@@ -2,8 +2,8 @@
 
 Command: python -m mint_jax.launch --config=configs/sweeps/handoff.py:cpu --workdir=runs/sweeps/cpu/handoff
 Sizes:   configs/sweeps/handoff.py:ci, configs/sweeps/handoff.py:cpu, configs/sweeps/handoff.py:gpu, configs/sweeps/handoff.py:pod
-Size cpu: SmolLM2-135M, and one layer each of Qwen3-4B's and of Qwen3-30B-A3B's shape with few tokens (a vocabulary of 151,936 is most
-of a step there); about twelve minutes on two CPU cores. gpu and pod: all layers in bfloat16, made on the device.
+Size cpu: SmolLM2-135M, and one of Qwen3-4B's 36 layers and of Qwen3-30B-A3B's 48, each with as large a part of its vocabulary, so that
+bytes are in the whole base's proportions; about twenty minutes on two CPU cores. gpu and pod: all of it in bfloat16, made on the device.
 """
 
 from ml_collections import ConfigDict
@@ -22,8 +22,10 @@ SPARSE = {
     "experts": 128,
     "per_token": 8,
 }
-TINY_SPARSE = {"d_ff": 32, "experts": 4, "per_token": 2}
+TINY_SPARSE = {"d_model": 64, "num_heads": 2, "num_kv_heads": 1, "head_dim": 32, "d_ff": 32, "experts": 4, "per_token": 2}
 LAYERS = {"ci": (1, 1), "cpu": (1, 1), "gpu": (36, 12), "pod": (36, 48)}  # of the dense base, of the sparse one
+# at cpu 151,936 over 36 and over 48, in whole lanes
+VOCABULARY = {"ci": (512, 512), "cpu": (4224, 3200), "gpu": (151936, 151936), "pod": (151936, 151936)}
 
 
 def _grid(config: str, about: str, ranks: tuple, where: str, tokens: tuple, options: tuple, minutes: float) -> dict:
@@ -54,13 +56,18 @@ def get_config(size: str = "cpu") -> ConfigDict:
     bench = f"configs/bench/handoff.py{':ci' if tiny else ''}"
     ranks = (4,) if tiny else (1, 4, 16, 64)
     tokens = (4, 8) if tiny else (64, 304)
-    large_tokens = (4, 8) if tiny else (64, 304) if whole else (2, 8)
-    n = ("--config.n=2",) if tiny else ("--config.n=5",) if whole else ("--config.n=3",)
+    # a token takes a CPU 60 ms, so that four paths of 304 tokens take 80 s a round and more than all handoffs together
+    few, large_ranks = ((2,), (1, 16)) if size == "cpu" else (tokens, ranks)
+    fives = f"--config.n={2 if tiny else 5}"
 
-    def shape(fields: dict, layers: int) -> tuple:
-        settings = fields | {"layers": layers, "new_tokens": large_tokens[0], "more_tokens": large_tokens[1:]}
+    def smollm2(counts: tuple, n: str) -> tuple:
+        settings = (f"--config.new_tokens={counts[0]}", f"--config.more_tokens={counts[1:]}", "--config.rank={rank}")
+        return ("--config.parts=('base',)", n, *settings)
+
+    def shape(fields: dict, layers: int, vocabulary: int) -> tuple:
+        settings = fields | {"layers": layers, "vocab_size": vocabulary, "new_tokens": few[0], "more_tokens": few[1:]}
         settings |= {"dtype": "bfloat16"} if whole else {}
-        return ("--config.parts=('large',)", *n, *(f"--config.shape.{k}={v}" for k, v in settings.items()), "--config.shape.rank={rank}")
+        return ("--config.parts=('large',)", fives, *(f"--config.shape.{k}={v}" for k, v in settings.items()), "--config.shape.rank={rank}")
 
     config = ConfigDict()
     config.job = "sweep"
@@ -69,34 +76,19 @@ def get_config(size: str = "cpu") -> ConfigDict:
     config.claim = (
         "Handing an adapter over costs its own bytes, a merged checkpoint those of the base; ratios are over the merged checkpoint."
     )
-    smollm2 = (
-        "--config.parts=('base',)",
-        *n,
-        f"--config.more_tokens={tokens[1:]}",
-        f"--config.new_tokens={tokens[0]}",
-        "--config.rank={rank}",
-    )
-    about = "{} of {} layers, random weights; a handoff ends when the weights to sample with are ready."
-    dense, sparse = LAYERS[size]
-    config.grids = ConfigDict(
-        {
-            "smollm2": _grid(bench, "SmolLM2-135M-Instruct.", ranks, "", tokens, smollm2, 0.3 if tiny else 1.5),
-            "qwen3_4b": _grid(bench, about.format(dense, 36), ranks, "large/", large_tokens, shape(DENSE, dense), 0.3 if tiny else 1),
-            "qwen3_30b_a3b": _grid(
-                bench,
-                about.format(sparse, 48),
-                ranks,
-                "large/",
-                large_tokens,
-                shape(
-                    SPARSE
-                    | (TINY_SPARSE | dict.fromkeys(("d_model",), 64) | {"num_heads": 2, "num_kv_heads": 1, "head_dim": 32} if tiny else {}),
-                    sparse,
-                ),
-                0.3 if tiny else 1,
-            ),
-        }
-    )
+    about = "{} of {} layers, {} words, random weights; a handoff ends when the weights to sample with are ready."
+    layers, words = LAYERS[size], VOCABULARY[size]
+    minutes = 0.3 if tiny else 1.5
+    of_smollm2 = "SmolLM2-135M-Instruct."
+    dense, sparse = shape(DENSE, layers[0], words[0]), shape(SPARSE | (TINY_SPARSE if tiny else {}), layers[1], words[1])
+    grids = {
+        "smollm2": _grid(bench, of_smollm2, ranks, "", few, smollm2(few, fives), minutes),
+        "qwen3_4b": _grid(bench, about.format(layers[0], 36, words[0]), large_ranks, "large/", few, dense, minutes),
+        "qwen3_30b_a3b": _grid(bench, about.format(layers[1], 48, words[1]), large_ranks, "large/", few, sparse, minutes),
+    }
+    if size == "cpu":
+        grids["smollm2_steps"] = _grid(bench, of_smollm2, ranks[2:3], "", tokens, smollm2(tokens, "--config.n=3"), 8.0)
+    config.grids = ConfigDict(grids)
     config.references = ConfigDict(
         {
             "mint_4b_adapter": {

@@ -47,7 +47,7 @@ ROWS = (
     Row(
         "handoff",
         "the same with the next 64 tokens, and with the next 304, rank 16",
-        "{smollm2[rank=16,path=adapter_memory].step_64_ratio|times}, {smollm2[rank=16,path=adapter_memory].step_304_ratio|times}",
+        _each("{smollm2_steps[rank=16,path=adapter_memory].step_@_ratio|times}", (64, 304)),
         "MinT, Qwen3-4B rank 32: 18.3×",
     ),
     Row(
@@ -125,9 +125,14 @@ ROWS = (
     Row("active_wave", "the same of rank 8, 1 to 256", _each("{decode[rank=8,distinct=@].overhead|percent}", (1, 8, 64, 256))),
     Row(
         "active_wave",
-        "a training step of 4, 16, 64, 256 policies of rank 8: as many steps of one policy each / one step",
-        _each("{train[rank=8,policies=@].ratio_one_by_one|times}", (4, 16, 64, 256)),
+        "a training step of 4, 16, 64 policies of rank 8: as many steps of one policy each / one step",
+        _each("{train[rank=8,policies=@].ratio_one_by_one|times}", (4, 16, 64)),
         "MinT does not batch policies: 1×",
+    ),
+    Row(
+        "active_wave",
+        "the same of 4, 16, 64, 256 policies: what it takes longer than one step of a single policy with all the rows",
+        _each("{train[rank=8,policies=@].overhead|percent}", (4, 16, 64, 256)),
     ),
     Row(
         "scale_up",
