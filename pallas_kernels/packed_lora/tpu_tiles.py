@@ -83,6 +83,8 @@ def require(x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array], pairs:
         raise NotImplementedError(f"rank {R} is no power of two")
     if R > LANES and R % LANES:
         raise NotImplementedError(f"rank {R} is above {LANES} and no multiple of it")
+    # A block of 64 columns behind whole ones compiles, for the 576 columns of Kimi-K2's latents and rotated keys say. But compilers for v5p
+    # and TPU7x keep stacks of such a width with another axis innermost, and copy them whole before each call.
     if wrong := [n for n in (D, *(w.shape[2] for w in b)) if n % LANES]:
         raise NotImplementedError(f"width {wrong[0]} is no multiple of {LANES}")
 
