@@ -21,6 +21,7 @@ os.environ.setdefault("MINT_TEST_SEED", str(int.from_bytes(os.urandom(3), "littl
 import zlib
 from pathlib import Path
 
+import hypothesis
 import jax
 import numpy as np
 import pytest
@@ -29,6 +30,12 @@ from mint_jax import host
 from mint_jax.mesh import make_mesh, single_device_mesh
 from mint_jax.models import base as base_lib
 from tests.at_once import pytest_configure as pytest_configure
+
+# How long an example takes says how busy the machine is; examples are new in every run, and the one that failed is printed.
+hypothesis.settings.register_profile(
+    "tests", deadline=None, database=None, print_blob=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("tests")
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 host.use_compilation_cache(base_lib.cache_dir() / "compiled-tests")

@@ -385,8 +385,6 @@ def test_the_catalog_is_its_model(request, tmp_path, database):
         max_examples=20 if database == "sqlite" else 8,  # the very same code but for locks
         stateful_step_count=30,
         phases=[Phase.generate],  # shrinking replays thousands of steps; thirty read well enough
-        deadline=None,
         suppress_health_check=checks,
-        database=None,
     )
     run_state_machine_as_test(Here, settings=few)

@@ -311,7 +311,7 @@ def check(data: bytes) -> None:
 GOOD = pack(adapter({"attn/q/a": (2, 3, 4), "attn/q/b": (2, 3, 5), "empty": (0,)}), SCHEMA)
 
 
-fuzz = settings(deadline=None, max_examples=300)
+fuzz = settings(max_examples=300)
 
 
 @fuzz

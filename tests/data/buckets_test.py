@@ -2,7 +2,7 @@
 
 import math
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mint_jax.data.buckets import ShapeBook, round_up
@@ -10,7 +10,6 @@ from mint_jax.data.buckets import ShapeBook, round_up
 sizes = st.integers(1, 10**7)
 
 
-@settings(deadline=None, database=None)
 @given(sizes, sizes)
 def test_sizes_grow_by_at_most_an_eighth_and_keep_their_order(n, m):
     assert n <= round_up(n) <= n * 9 / 8
@@ -25,7 +24,6 @@ def test_there_are_eight_sizes_between_powers_of_two():
         assert len({round_up(n) for n in range(2**power + 1, 2 ** (power + 1) + 1)}) == 8
 
 
-@settings(deadline=None, database=None)
 @given(st.integers(-5, 1000), st.integers(0, 1000))
 def test_least_is_a_lower_bound(n, least):
     assert round_up(n, least) == round_up(max(n, least, 1))
@@ -34,7 +32,6 @@ def test_least_is_a_lower_bound(n, least):
 shapes = st.lists(st.tuples(st.integers(1, 300), st.integers(1, 300)), min_size=1, max_size=30)
 
 
-@settings(deadline=None, database=None)
 @given(shapes, st.tuples(st.integers(1, 40), st.integers(1, 40)), st.floats(1, 3))
 def test_a_shape_fits_and_wastes_little_and_is_reused(needs, least, waste):
     book, given_out = ShapeBook(waste), []

@@ -43,7 +43,7 @@ contents = st.lists(st.tuples(text, text), min_size=1, max_size=3)
 
 
 def test_exactly_the_assistants_turns_are_learned(tokenizer, theirs):
-    @settings(max_examples=100, deadline=None, database=None)
+    @settings(max_examples=100)
     @given(contents, st.none() | text, st.none() | text)
     def check(pairs, system, last):
         messages = [turn("system", system)] if system is not None else []

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from mint_jax.data.order import epoch_indices
 
 
-@settings(max_examples=50, deadline=None, database=None)
+@settings(max_examples=50)
 @given(st.integers(1, 40), st.integers(1, 60), st.integers(0, 2**63))
 def test_every_epoch_is_a_permutation(examples, per_step, seed):
     steps = [epoch_indices(examples, per_step, seed, step) for step in range(3 * examples // per_step + 1)]

@@ -20,7 +20,7 @@ values = st.recursive(
 
 
 def test_what_is_written_is_read_back(tmp_path):
-    @settings(max_examples=60, deadline=None, database=None)
+    @settings(max_examples=60)
     @given(st.lists(st.dictionaries(st.text(max_size=5), values, max_size=4), min_size=1, max_size=5))
     def check(rows):
         write_rows(tmp_path / "new" / "rows.jsonl", rows)

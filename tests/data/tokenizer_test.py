@@ -77,7 +77,7 @@ def test_templates_see_tools_and_tokens_as_in_transformers(copy, template, tools
 
 
 def test_text_encodes_and_decodes_as_in_transformers(ours, theirs):
-    @settings(max_examples=150, deadline=None, database=None)
+    @settings(max_examples=150)
     @given(st.text(max_size=80))
     def check(text):
         ids = ours.encode(text)

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 TINY = ROOT / "configs" / "tiny" / "sft.py"
 
 
-def test_a_living_holder_is_named_and_a_dead_one_followed_at_once(tmp_path):
+def test_a_living_holder_is_named_and_a_dead_one_followed_at_once(tmp_path, monkeypatch):
     code = (
         "import sys, time, pathlib; from mint_jax.jobs.hold import Hold; h = Hold(pathlib.Path(sys.argv[1])); print('has it', flush=True)"
     )
@@ -37,6 +37,7 @@ def test_a_living_holder_is_named_and_a_dead_one_followed_at_once(tmp_path):
         finally:
             holder.send_signal(signal.SIGKILL)
     hold.refuse_if_held(tmp_path)
+    monkeypatch.setattr(hold, "LOOK_S", 120.0)  # it is not waited for
     began = time.monotonic()
     mine = Hold(tmp_path)
     assert mine.sure

@@ -29,7 +29,7 @@ def owners(plan):
     return resident + [None] * plan.base_blocks
 
 
-@settings(deadline=None, database=None, max_examples=300)
+@settings(max_examples=300)
 @given(ROWS, st.sampled_from([1, 2, 3, 4, 8]))
 def test_every_row_is_placed_once_in_a_block_of_its_adapter(adapters, row_multiple):
     plan = plan_blocks(adapters, row_multiple)

@@ -235,7 +235,7 @@ class Against(RuleBasedStateMachine):
         assert self.cache.state()["leased"] == sum(bool(n) for n in self.leases.values())
 
 
-Against.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Against.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestAgainstAModel = Against.TestCase
 
 

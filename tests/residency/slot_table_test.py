@@ -214,5 +214,5 @@ class Against(RuleBasedStateMachine):
         assert self.table.nbytes == sum(SIZES[slot.bucket] for slot in slots)
 
 
-Against.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+Against.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestAgainstAModel = Against.TestCase

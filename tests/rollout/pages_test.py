@@ -132,7 +132,7 @@ def run(count: int, steps) -> int:
 def test_any_operations_leave_every_page_once_and_hits_are_of_the_same_tenant_version_and_tokens():
     done = []
 
-    @settings(deadline=None, database=None, max_examples=100)
+    @settings(max_examples=100)
     @given(st.integers(1, 14), STEPS)
     def any_operations(count, steps):
         done.append(run(count, steps))

@@ -205,7 +205,7 @@ def test_every_request_ends_in_order_with_what_it_had_whatever_comes_between():
 
     sizes = st.sampled_from(LENGTHS), st.sampled_from((33, 70, 150))
 
-    @settings(deadline=None, database=None, max_examples=120)
+    @settings(max_examples=120)
     @given(
         st.tuples(st.integers(1, 3), st.integers(2, 6), st.integers(0, 6), *sizes, st.sampled_from((1, 5, 16)), st.integers(1, 4), STEPS)
     )

@@ -23,7 +23,7 @@ def same(one, two):
     return one.dtype == two.dtype and one.shape == two.shape and np.array_equal(one, two, equal_nan=True)
 
 
-@settings(deadline=None, database=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(0, 3), st.booleans(), st.booleans()), min_size=1, max_size=6),
     st.sampled_from(sorted(LOSSES)),

@@ -9,7 +9,7 @@ from mint_jax.errors import UserError
 from mint_jax.service.fairness import Counters
 
 
-@settings(deadline=None, database=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(st.floats(0.25, 4), min_size=2, max_size=5), st.integers(0, 2**31))
 def test_tenants_with_work_all_the_time_are_served_by_weight(weights, seed):
     rng = np.random.default_rng(seed)

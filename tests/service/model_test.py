@@ -264,7 +264,5 @@ def test_futures_are_what_their_model_says(memory, examples, steps):
     checks = list(HealthCheck)
     run_state_machine_as_test(
         Here,
-        settings=settings(
-            max_examples=examples, stateful_step_count=steps, deadline=None, phases=phases, suppress_health_check=checks, database=None
-        ),
+        settings=settings(max_examples=examples, stateful_step_count=steps, phases=phases, suppress_health_check=checks),
     )

@@ -36,7 +36,7 @@ def tokenizer():
     return made
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.sampled_from([completion_of, chat_of]), st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4))
 def test_any_body_is_read_or_refused(tokenizer, read, change):
     good = {"model": "m", "prompt": "x", "messages": [{"role": "user", "content": "x"}]}

@@ -62,7 +62,7 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(deadline=None, database=None, max_examples=150)
+@settings(max_examples=150)
 @given(OPERATIONS, st.lists(st.integers(0, 4), max_size=40), st.booleans())
 def test_nothing_overtakes_an_update_and_every_request_ends(operations, pauses, bounded):
     """Requests arrive between turns; what stands between two updates of a policy is between them when it is computed."""

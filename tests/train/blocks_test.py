@@ -22,7 +22,7 @@ def datum(rng, n, width=0, routes=False, **fields):
 LENGTHS = st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=9), min_size=1, max_size=4)
 
 
-@settings(deadline=None, database=None, max_examples=60)
+@settings(max_examples=60)
 @given(LENGTHS, st.integers(1, 4), st.integers(1, 3), st.integers(9, 20), st.sampled_from([0, 2, 3]), st.booleans(), st.integers(0, 2**31))
 def test_every_datum_is_computed_once_and_sees_itself_alone(lengths, P, B, T, width, routed, seed):
     rng = np.random.default_rng(seed)
