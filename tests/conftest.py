@@ -5,6 +5,7 @@ Random inputs are new in every session: the seed is printed at the top and repea
 
 import gc
 import os
+import time
 
 from tests.compiled import quickly
 
@@ -48,6 +49,13 @@ LIGHT = {"catalog", "data", "envs", "bench", "aot", "service"}  # folders whose 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files of minutes come first and the light ones last, so that all processes end together."""
     items.sort(key=lambda item: item.path.parent.name in LIGHT or "faults" in item.path.parts)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """``MINT_TEST_UNTIL``, seconds of the epoch: what begins later is skipped, and counted as such."""
+    if time.time() > float(os.environ.get("MINT_TEST_UNTIL", "inf")):
+        pytest.skip("the time for tests is up; make test-long runs all of them")
 
 
 def pytest_report_header() -> str:

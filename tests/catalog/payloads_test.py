@@ -555,7 +555,7 @@ def put_some(url: str, channel, environment: dict, seed: int):
     channel.close()
 
 
-@pytest.mark.parametrize("kind", ["folder", "s3"])
+@pytest.mark.parametrize("kind", ["folder", pytest.param("s3", marks=pytest.mark.long)])
 def test_two_processes_and_threads_put_at_once(rng, url_of, kind):
     url = url_of(kind)
     pipes = [SERVER.Pipe(duplex=False) for _ in range(2)]

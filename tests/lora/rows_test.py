@@ -414,6 +414,7 @@ def test_a_decoder_s_rows_equal_its_blocks(family, T, rng, tiny_base):
 EVEN = ModelConfig("qwen3", vocab_size=96, d_model=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, d_ff=80, qk_norm=True)
 
 
+@pytest.mark.long
 def test_a_decoder_s_rows_over_eight_devices_equal_one(rng, mesh8):
     """The base and the adapters' stacks split as they are in use."""
     specs = transformer.abstract(EVEN)

@@ -216,6 +216,7 @@ def test_decoding_under_an_adapter_equals_peft(rng, tiny_base, hf_dirs):
     np.testing.assert_allclose(got, theirs, atol=2e-4)  # float32 sums in another order
 
 
+@pytest.mark.long
 def test_a_mesh_of_eight_equals_one_device(rng, tiny_base, hf_dirs, mesh, mesh8):
     cfg = tiny_base("glm_dense").cfg.replace(vocab_size=98)
     specs = transformer.abstract(cfg)

@@ -64,6 +64,7 @@ def _slots(slots, prompts):
     return named
 
 
+@pytest.mark.long
 def test_absorbed_decoding_of_many_adapters_equals_expanded_rows(rng, tiny_base):
     """Prompts of three policies and of the bare base, two rollouts each; one prompt reaches into a third page."""
     base, G, lengths, new = tiny_base("deepseek_v3_dense"), 2, (11, 70, 32, 20), 3

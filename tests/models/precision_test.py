@@ -24,7 +24,7 @@ def precisions(traced) -> Counter:
     return Counter(tuple(sorted(set(re.findall(r"HIGHEST|HIGH|DEFAULT", line)))) or ("DEFAULT",) for line in products)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.long)])
 @pytest.mark.parametrize(("dtype", "wanted"), [(jnp.float32, ("HIGHEST",)), (jnp.bfloat16, ("DEFAULT",))])
 def test_every_product_is_as_exact_as_the_base_is_stored(family, dtype, wanted, tiny_base, mesh):
     """Forward and backward, of attention, experts, adapters, router and unembedding; sampling and scoring too."""

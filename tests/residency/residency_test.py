@@ -557,7 +557,8 @@ def test_many_threads_get_what_they_asked_for(rng, world):
     assert all(s["leases"] == s["filling"] == 0 for s in state["slots"].values())
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_sampling_from_loaded_slots_equals_sampling_with_the_adapters_themselves(rng, tiny_base, family):
     """Ranks 1, 7 and 8 in one batch, through more revisions than slots, from packed bytes."""
     base = tiny_base(family)

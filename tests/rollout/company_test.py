@@ -263,6 +263,7 @@ def warm_engine_compiles_nothing(world, count: int) -> None:
     assert len(seen) == 1, (seen, "the listener hears the last, and the engine compiled nothing")
 
 
+@pytest.mark.long
 def test_a_warm_engine_compiles_nothing_for_300_random_requests(llama):
     warm_engine_compiles_nothing(llama, 300)
 
@@ -272,6 +273,7 @@ def test_a_warm_engine_compiles_nothing_for_2000_random_requests(world):
     warm_engine_compiles_nothing(world, 2000)
 
 
+@pytest.mark.long
 def test_plans_that_are_replayed_give_the_same_bits(llama, monkeypatch):
     calls: list[tuple] = []
     real = {name: getattr(device, name) for name in ("prefill", "decode")}
@@ -298,7 +300,8 @@ def test_plans_that_are_replayed_give_the_same_bits(llama, monkeypatch):
             chex.assert_trees_all_equal(bits(again), bits(found), strict=True)
 
 
-@pytest.mark.parametrize(("family", "parts"), [("dense", 4), pytest.param("latent", 8, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize(("family", "parts"), [("dense", 4), ("latent", 8)])
 def test_a_mesh_of_eight_devices_gives_the_same_tokens(family, parts, rng, mesh, mesh8, tmp_path):
     """Log-probabilities within rounding: sums over split dimensions are ordered otherwise. Its tensor pairs have heads of keys each of
     their own, or rows of latents. What is warm compiles nothing there either."""

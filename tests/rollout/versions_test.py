@@ -49,6 +49,7 @@ class World:
         self.trainer.load_adapter(name, random_adapter(self.rng, self.base, self.trainer.policies[name].adapter))
 
 
+@pytest.mark.long
 def test_a_prompt_is_found_again_by_the_version_that_read_it_and_by_no_other(rng, tiny_base):
     world = World(rng, tiny_base("llama"))
     versions = world.trainer.versions

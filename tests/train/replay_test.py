@@ -76,6 +76,7 @@ def update(base, groups):
     return Trainer(base, [POLICY]).update({"p": copies(groups)})["p"]
 
 
+@pytest.mark.long
 def test_recorded_routes_are_those_of_a_full_forward_pass(base, rng):
     for group in rollout(base, rng):
         for s in group.sequences:

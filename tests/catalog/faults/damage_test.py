@@ -106,6 +106,7 @@ def test_a_flipped_bit_of_the_database_is_never_another_answer(whole, tmp_path, 
     assert noticed
 
 
+@pytest.mark.long
 def test_a_flipped_bit_of_the_files_header_is_never_another_answer(whole, tmp_path):
     """Among others the number of the schema's format: SQLite says "unsupported file format"."""
     folder, truth = whole
