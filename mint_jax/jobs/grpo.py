@@ -225,7 +225,7 @@ class ConcurrentGrpo:
         policies = [common.policy_config(n, config.policies[n], m.seed) for n, m in self.members.items()]
         self.trainer = Trainer(trained_through(base, config), policies, config.max_tokens_per_pass, config.remat)
         tokenizer = base.need_tokenizer()
-        replay = base.cfg.experts is not None and any(m.sampling.replay for m in self.members.values())
+        replay = base.cfg.routed and any(m.sampling.replay for m in self.members.values())
         self.engine = Engine(base, tokenizer.decode, config.max_rows, keep_routes=replay, cache_bytes=common.cache_bytes(config))
         self.stop_ids = tokenizer.eos_ids
         self.tokens = 0  # sampled in this process
@@ -362,7 +362,7 @@ def trained_through(base: Base, config: Config) -> Base:
     std = config.router_noise
     if not std:
         return base
-    if base.cfg.experts is None:
+    if not base.cfg.routed:
         raise UserError(f"router_noise is {std}, but {base.name} has no experts: set it to 0")
     return dataclasses.replace(base, params=router.perturb(base.params, std, jax.random.key(config.seed)))
 

@@ -40,6 +40,8 @@ class Settings(settings.WithCatalog):
         shapes: blocks, rows, tokens and targets a position of the training steps there are.
         max_rows: rows that are sampled together.
         cache_gib: of the sampler's cache, GiB at most; 0: one on a CPU, most of the free memory elsewhere.
+        reuse_decoded: prompts that begin with what was drawn before, a chat's next turn say, are not read again as far as the cache has
+            them; log-probabilities behind it then depend on that in the last bits (by 2e-5 at most in float32).
         host_gib: of idle policies' states in host memory, and of cached adapters, each.
         gap_s: seconds that rows which decode wait for a training step at most, where any is as short.
         idle_gap_s: the same while none decode.
@@ -69,6 +71,7 @@ class Settings(settings.WithCatalog):
     shapes: tuple[Any, ...] = tuple(tuple(shape) for shape in SHAPES)
     max_rows: Count = 32
     cache_gib: float = 0.0
+    reuse_decoded: bool = False
     host_gib: float = 4.0
     gap_s: float = 0.5
     idle_gap_s: float = 2.0
@@ -104,6 +107,7 @@ def sizes_of(config: Config) -> Any:
         shapes=shapes,
         max_rows=config.max_rows,
         cache_bytes=common.cache_bytes(config),
+        reuse_decoded=config.reuse_decoded,
         host_bytes=int(config.host_gib * 2**30),
         gap_s=config.gap_s,
         idle_gap_s=config.idle_gap_s,

@@ -174,6 +174,11 @@ class ModelConfig:
         dense = self.num_layers if self.experts is None else self.dense_layers
         return {kind: layers for kind, layers in (("dense", dense), ("moe", self.num_layers - dense)) if layers}
 
+    @property
+    def routed(self) -> bool:
+        """Whether any layer has experts: one with a prefix of dense layers may have nothing behind it."""
+        return "moe" in self.stacks
+
     def layers_of(self, kind: str) -> range:
         """The layers of one stack, numbered through the model."""
         first = 0 if kind == "dense" or "dense" not in self.stacks else self.stacks["dense"]

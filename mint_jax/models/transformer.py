@@ -99,7 +99,7 @@ def cache_specs(cfg: ModelConfig, pages: int, dtype: Any = jnp.float32, routes: 
         names = {"latent": entry(cfg.latent.kv_latent), "rope": entry(cfg.latent.rope)}
         names |= {} if cfg.indexer is None else {"index": entry(cfg.indexer.width)}
     out = {kind: {name: make(L) for name, make in names.items()} for kind, L in cfg.stacks.items()}
-    if routes and cfg.experts is not None:
+    if routes and cfg.routed and cfg.experts is not None:
         kind = jnp.uint8 if cfg.experts.count <= 256 else jnp.uint16  # the smallest that holds an expert's number
         out["moe"]["routes"] = entry(cfg.experts.per_token, dtype=kind)(cfg.stacks["moe"])
     return out

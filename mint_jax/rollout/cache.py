@@ -81,6 +81,15 @@ class Cache:
         """Keeps them no longer."""
         self.calls.forget(kept.number)
 
+    def move(self, part: int, moves: Sequence[tuple[int, int, int, int, int]]) -> None:
+        """Makes pages of one part of others of it, each ``(low, high, begin, cut, to)`` as ``device.Moves`` has them."""
+        for i in range(0, max(1, len(moves)), SWAP_PAGES):  # a call at least, which compiles
+            plan = np.zeros((5, self.parts * SWAP_PAGES), np.int32)
+            plan[4] = plans.NOWHERE
+            some = np.array(moves[i : i + SWAP_PAGES], np.int32).reshape(-1, 5).T
+            plan[:, part * SWAP_PAGES : part * SWAP_PAGES + some.shape[1]] = some
+            self.calls.move(device.Moves(*plan))  # type: ignore[arg-type]
+
     def routes(self, part: int, pages: Sequence[int], count: int) -> np.ndarray:
         """The experts of the first ``count`` tokens of pages, ``[count, L, X]``."""
         return self.calls.routes(self._ids(part, pages[: pages_for(count, PAGE)], 0), part * SWAP_PAGES, count)

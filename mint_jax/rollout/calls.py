@@ -9,6 +9,7 @@ makes it; they do as they are told (``follow``) and know of no request. Residenc
     make        an empty pool
     prefill     a plan of blocks
     decode      a plan of rows, steps, and whether alternatives are wanted
+    move        pages that are made of others' contents
     keep        pages to the host, under a number         restore     these into other pages        forget      this number
     routes      the experts of some pages, under a number
     stage, write, abandon                                 residency's: an adapter to the device, a piece of it into its slot
@@ -30,12 +31,12 @@ from mint_jax.lora.tree import Stacks
 from mint_jax.models.base import Base
 from mint_jax.models.paged import Teams
 from mint_jax.rollout import answers, device
-from mint_jax.rollout.device import Asked, Blocks, Drawn, Rows
+from mint_jax.rollout.device import Asked, Blocks, Drawn, Moves, Rows
 from mint_jax.rollout.request import Completion
 from mint_jax.rollout.sample import Penalties, SamplingParams
 
-RECORDS = {record.__name__: record for record in (Asked, Blocks, Penalties, Rows, SamplingParams, Teams)}
-OURS = ("make", "prefill", "decode", "keep", "restore", "forget", "routes")
+RECORDS = {record.__name__: record for record in (Asked, Blocks, Moves, Penalties, Rows, SamplingParams, Teams)}
+OURS = ("make", "prefill", "decode", "move", "keep", "restore", "forget", "routes")
 
 
 class Obeys(Protocol):
@@ -107,6 +108,10 @@ class Calls:
         """What rows drew, on the host; without the alternatives, which nobody wants, where no row has ``top``."""
         return self._all("decode", plan, steps)
 
+    def move(self, moves: Moves) -> None:
+        """Makes pages of others' contents."""
+        self._all("move", moves)
+
     def settle(self) -> None:
         """Waits until this process's devices have done what they were told."""
         jax.block_until_ready(self.pool)
@@ -154,6 +159,9 @@ class Calls:
         if not plan.top.any():
             drawn = drawn._replace(top_ids=np.zeros(0), top_logprobs=np.zeros(0))
         return Drawn(*multihost.to_host(tuple(drawn)))
+
+    def _move(self, moves: Moves) -> None:
+        self.pool = device.move_pages(self.pool, moves, cfg=self.base.cfg)
 
     def _keep(self, number: int, ids: Sequence[np.ndarray]) -> None:
         self._kept[number] = [multihost.to_host(device.read_pages(self.pool, some, cfg=self.base.cfg)) for some in ids]

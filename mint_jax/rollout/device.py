@@ -122,6 +122,20 @@ class Rows(NamedTuple):
     teams: Teams
 
 
+class Moves(NamedTuple):
+    """Pages that are made of two others: ``to[p] = low[begin + p]`` before position ``cut``, ``high[p - cut]`` from there on.
+
+    Attributes:
+        low, high, begin, cut, to: ``[n]`` int32; a page ``to`` that is not there is none.
+    """
+
+    low: jax.Array
+    high: jax.Array
+    begin: jax.Array
+    cut: jax.Array
+    to: jax.Array
+
+
 class Drawn(NamedTuple):
     """What a dispatch drew.
 
@@ -351,6 +365,28 @@ def write_pages(pool: Pool, pages: jax.Array, contents: Pool, *, cfg: ModelConfi
         return jax.tree.map(lambda x, new: x.at[:, pages].set(new, mode="drop"), pool, contents)
 
     return sharding.over_devices(put, (pool, pages, contents), (specs, (rows,), specs), specs)
+
+
+@functools.partial(jax.jit, static_argnames=("cfg",), donate_argnames=("pool",))
+def move_pages(pool: Pool, moves: Moves, *, cfg: ModelConfig) -> Pool:
+    """Makes pages of others' contents; equally many of each part of the mesh."""
+    rows, heads = sharding.cache_axes(cache_heads(cfg))
+    specs = jax.tree.map(lambda x: _axes(x, rows, heads), pool)
+
+    def rolled(x: jax.Array, by: jax.Array) -> jax.Array:  # [L, n, ..., PAGE, X], each page by another number of positions
+        return jax.vmap(lambda page, by: jnp.roll(page, by, axis=-2), in_axes=(1, 0), out_axes=1)(x, by)
+
+    def move(pool: Pool, moves: Moves) -> Pool:
+        before = jnp.arange(PAGE)[None] < moves.cut[:, None]  # [n, PAGE]
+
+        def of(x: jax.Array) -> jax.Array:
+            chosen = before.reshape(1, len(before), *(1,) * (x.ndim - 4), PAGE, 1)
+            made = jnp.where(chosen, rolled(x[:, moves.low], -moves.begin), rolled(x[:, moves.high], moves.cut))
+            return x.at[:, moves.to].set(made, mode="drop")
+
+        return jax.tree.map(of, pool)
+
+    return sharding.over_devices(move, (pool, moves), (specs, (rows,)), specs)
 
 
 def _axes(leaf: jax.Array, rows: str, heads: str | None) -> tuple[str | None, ...]:

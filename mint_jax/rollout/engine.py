@@ -12,9 +12,9 @@ Of several processes over one mesh the first runs the loop, and tells the others
 ``warm`` are called in all of them and return the same; while process 0 serves, the others ``follow``.
 
 A request and its seed give the same tokens and log-probabilities, bit for bit, at one number of rows, whatever the other rows, their
-order, the pages, hits of the prompts' cache, when its blocks are prefilled, preemption and the steps of a dispatch. Programs of
-different numbers of rows may round differently (on a CPU products of 2 to 32 rows sum alike); an engine with one entry in ``rows``
-has but one.
+order, the pages, hits of the prompts' cache (but with ``reuse_decoded``), when its blocks are prefilled, preemption and the
+steps of a dispatch. Programs of different numbers of rows may round differently (on a CPU products of 2 to 32 rows sum alike); an
+engine with one entry in ``rows`` has but one.
 """
 
 import contextlib
@@ -119,6 +119,9 @@ class Engine:
         keep_routes: record the experts that every token visits, for replay in training (R3).
         cache_bytes: of the cache, over all devices; None: see ``cache.CACHE_BYTES``.
         steps: tokens of a row between two looks of the host, 1 to STEPS.
+        reuse_decoded: prompts may begin with what was drawn before, a conversation's turns say, and are not read again as far as the
+            cache has them. What decoding wrote differs in the last bits from what prefill would write, and so do log-probabilities
+            behind it (by at most 2e-5 in float32, which ``tests/rollout/decoded_test.py`` holds): they depend on what was asked before.
 
     Attributes:
         counts: what was done so far: tokens prefilled, reused and drawn, dispatches, samples preempted.
@@ -136,14 +139,16 @@ class Engine:
         keep_routes: bool = False,
         cache_bytes: int | None = None,
         steps: int = STEPS,
+        reuse_decoded: bool = False,
     ):
-        if keep_routes and base.cfg.experts is None:
+        if keep_routes and not base.cfg.routed:
             raise UserError(f"replay asks for routes, but {base.name} has no experts: switch it off")
         if not 1 <= steps <= STEPS:
             raise UserError(f"steps is {steps}; expected 1 to {STEPS}")
         if max_rows < 1 or (rows is not None and (not rows or min(rows) < 1)):
             raise UserError(f"max_rows is {max_rows} and rows {rows}; expected numbers of rows, at least 1")
         self.base, self.decode, self.keep_routes, self.steps = base, decode, keep_routes, steps
+        self.reuse_decoded = reuse_decoded
         self.parts = device.page_parts(base.cfg, base.mesh)
         even = math.lcm(self.parts, base.row_multiple)
         wanted = rows if rows is not None else (*(r for r in ROWS if r < max_rows), max_rows)
@@ -377,6 +382,8 @@ class Engine:
             todo.append(("scores of a prompt", lambda: self._prefill([[]] * self.parts, score=True)))
             todo += [(f"decoding of {r} rows", lambda r=r: self._decode([], r)) for r in self.rows]
             todo.append(("pages to and from the host", lambda: self.cache.restore(self.cache.keep(0, []), 0, [])))
+            if self.reuse_decoded:
+                todo.append(("pages made of others", lambda: self.cache.move(0, [])))
             for i, (what, call) in enumerate(todo):
                 if progress is not None:
                     progress(what, i, len(todo))
@@ -585,6 +592,9 @@ class Engine:
         job: _Job = sample.owner
         if self.keep_routes and sample.tokens and sample in self._schedule.running:
             self._keep_routes(sample)
+        # Weights without a name are those of this call, and nobody asks for them later.
+        if self.reuse_decoded and sample in self._schedule.running and not isinstance(job.prompt.key[1], tuple):
+            self._schedule.extend(sample, self.cache.move)
         self._take_out(sample)
         sample.finish = why
         if self.decode is not None and sample.text is None:

@@ -2,7 +2,8 @@
 
 A *block* is one page of a prompt: PAGE tokens behind those of its parent, under one tenant and one version of the weights. Whole
 blocks are indexed by that chain, and the tokens themselves are compared, never a hash alone (law 7): a prompt that begins as
-another did takes its pages as they are. Prefill writes a block alike whatever is beside it, so that a hit changes no bit. A block
+another did takes its pages as they are. Prefill writes a block alike whatever is beside it, so that a hit changes no bit; blocks of
+what decoding wrote (``extend``) differ in the last bits from what prefill would write, and are there only where that was asked for. A block
 that nobody uses stays until its page is wanted, the least recently used one first, and never before its children.
 """
 
@@ -116,6 +117,38 @@ class Pages:
             blocks.append(block)
             at = block
         return blocks, len(found)
+
+    def extend(self, key: Hashable, tokens: Sequence[int], begin: int) -> tuple[list[Block], list[tuple[int, Block]]]:
+        """Blocks of tokens that are cached elsewhere, behind a prompt's: as many as there are pages for.
+
+        Args:
+            tokens: of a prompt that is open, and behind it; a last piece that is no whole page is left out.
+            begin: how many whole blocks the prompt has; nothing is done where others could not find them.
+
+        Returns:
+            Blocks that are held, to be closed; and of these the new ones with their numbers, which are to be written and made ready.
+        """
+        root = self._roots.get(key) or Root(key)
+        held: list[Block] = []
+        new: list[tuple[int, Block]] = []
+        at: Block | Root = root
+        for i in range(len(tokens) // self.size):
+            piece = tuple(tokens[i * self.size : (i + 1) * self.size])
+            block = at.children.get(piece)
+            if block is None:
+                if i < begin or (pages := self.take(1)) is None:
+                    break
+                block = at.children[piece] = Block(at, root, piece, pages[0], True)
+                self._roots[key] = root
+                new.append((i, block))
+            elif block.ready:
+                block.users += 1
+                self._idle.pop(block, None)
+            else:  # of a prompt that is being read
+                break
+            held.append(block)
+            at = block
+        return held, new
 
     def close(self, blocks: Sequence[Block]) -> None:
         """Ends a prompt's use of its blocks."""

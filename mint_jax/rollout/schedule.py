@@ -272,6 +272,33 @@ class Schedule:
             self.waiting.remove(sequence)
         sequence.swapped = None
 
+    def extend(self, sequence: Sample, move: Callable[[int, Sequence[tuple[int, int, int, int, int]]], Any]) -> None:
+        """Lets later prompts find what a sequence that runs has drawn: copies of its whole blocks behind its prompt's.
+
+        A prompt's page that is not full and the sequence's own, which begin with a page of their own, become pages without a gap.
+
+        Args:
+            move: makes pages of a part of others, see ``device.Moves``.
+        """
+        prompt, own = sequence.prompt, sequence.own
+        if not prompt.ready or (prompt.blocks and prompt.blocks[0].root.closed):
+            return
+        tokens = (*prompt.request.prompt, *sequence.tokens)[: prompt.length + own]
+        pool, (begin, cut) = self.pages[prompt.part], divmod(prompt.length, PAGE)
+        held, new = pool.extend(prompt.key, tokens, begin)
+        # own position o stands at cut + o behind the whole blocks: page j of them has the end of own page j - 1 and the beginning of j
+        moves = []
+        for i, block in new:
+            j = i - begin
+            low, first = (sequence.pages[j - 1], PAGE - cut) if j else (prompt.blocks[begin].page if cut else 0, 0)
+            high = sequence.pages[j] if j < len(sequence.pages) else 0  # its last page may end within the page before
+            moves.append((low, high, first, cut, block.page))
+        if moves:
+            move(prompt.part, moves)
+        for _, block in new:
+            block.ready = True
+        pool.close(held)
+
     def _release(self, sequence: Sample) -> None:
         self.running.remove(sequence)
         pool, prompt = self.pages[sequence.prompt.part], sequence.prompt

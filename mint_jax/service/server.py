@@ -76,6 +76,7 @@ class Sizes:
         shapes: of training steps.
         max_rows: rows decoded together.
         cache_bytes: of the sampler's cache; None: see ``rollout.cache``.
+        reuse_decoded: see ``rollout.engine.Engine``.
         host_bytes: of idle policies' states, and of cached adapters, in host memory; each.
         gap_s, idle_gap_s: see ``Loop``.
         every, every_s: see ``Durable``.
@@ -87,6 +88,7 @@ class Sizes:
     shapes: Sequence[BlockShape] = SHAPES
     max_rows: int = 32
     cache_bytes: int | None = None
+    reuse_decoded: bool = False
     host_bytes: int = 4 << 30
     gap_s: float = 0.5
     idle_gap_s: float = 2.0
@@ -170,8 +172,9 @@ class Server:
             self.metrics.register(CostMetrics(self.costs))
             self.metrics.register(AdapterMetrics(self.residency, self.weights.names_of))
             decode = None if base.tokenizer is None else base.tokenizer.decode
-            routed = base.cfg.experts is not None
-            self.engine = Engine(base, decode, sizes.max_rows, keep_routes=routed, cache_bytes=sizes.cache_bytes)
+            routed = base.cfg.routed
+            cache = {"cache_bytes": sizes.cache_bytes, "reuse_decoded": sizes.reuse_decoded}
+            self.engine = Engine(base, decode, sizes.max_rows, keep_routes=routed, **cache)
             self.counters = Counters()
             self.loop = Loop(self.engine, self.live, self.residency, self.counters, sizes.gap_s, sizes.idle_gap_s, PIECE_BYTES, self.costs)
             self.answers, self.sequences = Answers(), Sequences(routed)

@@ -13,7 +13,7 @@ SIZE = 2  # tokens of a page
 TENANTS, VERSIONS = ("a", "b"), (None, 1)
 KEYS = [(tenant, version) for tenant in TENANTS for version in VERSIONS]
 NUMBERS = st.integers(0, 1000)
-KINDS = ("open", "open", "open", "write", "write", "close", "take", "give", "forget")
+KINDS = ("open", "open", "open", "write", "write", "extend", "close", "take", "give", "forget")
 STEPS = st.lists(st.tuples(st.sampled_from(KINDS), NUMBERS, NUMBERS), min_size=120, max_size=200)
 PROMPTS = [tuple(n >> i & 1 for i in range(length)) for length in range(8) for n in range(1 << length)]  # most begin alike
 
@@ -71,6 +71,26 @@ class World:
                 self.contents[block.page] = self.chain(prompt, i)
                 return
 
+    def extend(self, prompt, more) -> None:
+        """What was decoded behind a prompt that is written becomes blocks that others find."""
+        key, tokens, blocks = prompt
+        if key[1] != self.born[key[0]] or not all(block.ready for block in blocks):
+            return
+        held = {page for _, _, blocks in self.prompts for page in (b.page for b in blocks)} | {p for ps in self.taken for p in ps}
+        whole, begin = (*tokens, *more), len(tokens) // SIZE
+        found, new = self.pages.extend(key[0], whole, begin)
+        assert [t for b in found for t in b.tokens] == list(whole[: len(found) * SIZE])
+        for i, block in enumerate(found):
+            if (i, block) in new:
+                assert i >= begin
+                assert block.page not in held, "a page that is somebody's was given"
+                assert not block.ready
+                self.contents[block.page] = self.chain((key, whole, found), i)
+                block.ready = True
+            else:
+                assert self.contents[block.page] == self.chain((key, whole, found), i), "what is there is of the same tokens"
+        self.pages.close(found)
+
     def close(self, prompt) -> None:
         for i, block in enumerate(prompt[2]):
             assert not block.ready or self.contents[block.page] == self.chain(prompt, i), "what is held stays as it was"
@@ -116,6 +136,8 @@ def run(count: int, steps) -> int:
             world.open(KEYS[x % len(KEYS)], PROMPTS[y % len(PROMPTS)], x // len(KEYS) % 3)
         elif kind == "write" and world.prompts:
             world.write(world.prompts[x % len(world.prompts)])
+        elif kind == "extend" and world.prompts:
+            world.extend(world.prompts[x % len(world.prompts)], PROMPTS[y % len(PROMPTS)])
         elif kind == "close" and world.prompts:
             world.close(world.prompts[x % len(world.prompts)])
         elif kind == "take":

@@ -67,7 +67,8 @@ def engine_of(pages, **settings):
     parts = device.page_parts(base.cfg, base.mesh)
     routes = settings.get("keep_routes", False)
     nbytes = pages * parts * device.page_bytes(base.cfg, base.dtype, routes)
-    return Engine(base, lambda ids: "".join(chr(97 + i % 26) for i in ids), rows=(8,), steps=3, cache_bytes=nbytes, **settings)
+    settings |= {"rows": (8,), "steps": 3, "cache_bytes": nbytes, "reuse_decoded": True}
+    return Engine(base, lambda ids: "".join(chr(97 + i % 26) for i in ids), **settings)
 
 def request_of(fields):
     return Request(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})

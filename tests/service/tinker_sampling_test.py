@@ -1,6 +1,7 @@
 """Sampling by the official SDK: what is drawn, what is told of it, when it stops; by torch's logits over the same weights."""
 
 import asyncio
+import dataclasses
 import pickle
 
 import httpx
@@ -13,7 +14,7 @@ from tinker import types
 from mint_jax.models import base as base_lib
 from mint_jax.service import tinker as tinker_
 from tests import oracles
-from tests.service.sites import datum_of, logprobs_of
+from tests.service.sites import SIZES, datum_of, logprobs_of
 from tests.service.sites import site as site
 from tests.service.sites import sites as sites
 from tests.train.live_test import random_data, random_state
@@ -289,3 +290,16 @@ def test_what_cannot_be_sampled_is_told_when_it_is_named(site):
         client.create_sampling_client(base_model="other").result()
     with pytest.raises(tinker.RequestFailedError, match="97"):
         client.create_sampling_client(base_model=site.server.name).result().sample(ints([97]), 1, params()).result()
+
+
+def test_a_conversation_s_next_turn_is_not_read_again_where_the_server_says_so(sites, tiny_base, rng, logprobs):
+    server = sites(tiny_base(), sizes=dataclasses.replace(SIZES, reuse_decoded=True))
+    sampler = server.client().create_sampling_client(base_model=server.server.name).result()
+    prompt = rng.integers(3, 97, 40).tolist()
+    (tokens,) = drawn(sampler.sample(ints(prompt), 1, params(max_tokens=50)).result())
+    further = [*prompt, *tokens, 7]
+    before = server.server.engine.counts["reused_tokens"]
+    (sequence,) = sampler.sample(ints(further), 1, params(max_tokens=3)).result().sequences
+    assert server.server.engine.counts["reused_tokens"] - before == 64, "40 + 50 - 1 tokens were cached, two whole pages of them"
+    told = [logprobs([*further, *sequence.tokens])[len(further) - 1 + i, token] for i, token in enumerate(sequence.tokens)]
+    np.testing.assert_allclose(sequence.logprobs, told, atol=CLOSE)

@@ -175,6 +175,7 @@ def test_tokens_without_routes_are_masked(base, rng):
     assert row["tokens"] == sum(len(s.tokens) for g in groups for s in g.sequences) - count
 
 
-def test_routes_of_a_base_without_experts_are_refused(tiny_base):
+@pytest.mark.parametrize("family", ["llama", "deepseek_v3_dense"])  # the latter's config has experts, and none of its layers
+def test_routes_of_a_base_without_experts_are_refused(tiny_base, family):
     with pytest.raises(UserError, match="has no experts"):
-        Engine(tiny_base("llama"), keep_routes=True)
+        Engine(tiny_base(family), keep_routes=True)

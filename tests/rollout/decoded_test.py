@@ -1,0 +1,155 @@
+"""Prompts that begin with what was drawn before: found in the cache where that was asked for, and what is read behind them.
+
+Decoding leaves a sample's tokens in pages of its own, which begin where its prompt ends; whoever goes on from there has them as blocks of
+a prompt, which begin at multiples of a page.
+"""
+
+import jax
+import numpy as np
+import pytest
+
+from mint_jax.compiling import compilations
+from mint_jax.lora import tree as lora_tree
+from mint_jax.models import transformer
+from mint_jax.models.paged import PAGE
+from mint_jax.rollout import device
+from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.request import Request
+from tests import oracles
+from tests.rollout.families_test import CONFIGS, dtype_of, merged, random_adapters
+from tests.rollout.score_test import torch_logprobs
+
+NEW = 45  # tokens of a first turn: more than a page, whatever the prompt leaves of one
+TOLD = "the tolerance that the engine states: decoding and prefill round differently, and each differs from float64 by as much"
+FAST = ("llama", "deepseek_v3")
+FAMILIES = [pytest.param(f, marks=() if f in FAST else pytest.mark.long) for f in oracles.TINY]
+
+
+def some(rng, n: int) -> tuple[int, ...]:
+    return tuple(rng.integers(3, 96, n).tolist())
+
+
+def whole_pages(tokens: int) -> int:
+    return tokens // PAGE * PAGE
+
+
+def second_turns(rng, asked, results) -> list[Request]:
+    """Each sample's conversation goes on with new tokens."""
+    return [
+        Request((*r.prompt, *c.tokens, *some(rng, 3 + i)), r.adapter, max_tokens=6, temperature=0, revision=r.revision, tenant=r.tenant)
+        for r, completions in zip(asked, results, strict=True)
+        for i, c in enumerate(completions)
+    ]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_second_turn_begins_with_the_first_ones_tokens(rng, tiny_base, hf_dirs, family):
+    base = tiny_base(family)
+    adapters = random_adapters(rng, base.cfg)
+    stacks, slots = lora_tree.stack_adapters(transformer.abstract(base.cfg), adapters)
+    lengths = ((None, 1, 1), ("eight", 32, 1), ("one", 33, 1), (None, 34, 2), ("eight", 50, 1), ("other", 65, 1))
+    asked = [Request(some(rng, n), slots.get(name), k, NEW, seed=i, revision=name) for i, (name, n, k) in enumerate(lengths)]
+    routed = base.cfg.routed
+    plain, reusing = (Engine(base, rows=(8,), steps=7, keep_routes=routed, reuse_decoded=reuse) for reuse in (False, True))
+    reusing.warm(stacks)  # the cache is as large as it gets: one that grows is empty
+    results = reusing.generate(asked, stacks)
+    reusing._schedule.check()
+    further = second_turns(rng, asked, results)
+    found, wanted = reusing.generate(further, stacks), plain.generate(further, stacks)
+    reusing._schedule.check()
+    first = [(r, c) for r, completions in zip(asked, results, strict=True) for c in completions]
+    bare = oracles.torch_model(hf_dirs(family), dtype_of(base.cfg))
+    models = {name: merged(hf_dirs(family), base.cfg, *adapters[name]) for name in CONFIGS} | {None: bare}
+    for (asked_first, before), request, [mine], [theirs] in zip(first, further, found, wanted, strict=True):
+        cached = len(asked_first.prompt) + len(before.tokens) - 1  # the last token was drawn and not read
+        assert mine.reused == whole_pages(cached), len(asked_first.prompt)
+        assert theirs.reused <= whole_pages(len(asked_first.prompt)), "another engine has not seen what was drawn"
+        model, tokens = models[asked_first.revision], [*request.prompt, *mine.tokens]
+        n = min(max(oracles.decided(model, tokens) + 1 - len(request.prompt), 0), len(mine.tokens))
+        same = next((i for i, (x, y) in enumerate(zip(mine.tokens[:n], theirs.tokens)) if x != y), n)
+        np.testing.assert_allclose(mine.logprobs[:same], theirs.logprobs[:same], atol=2e-5, rtol=0, err_msg=TOLD)
+        np.testing.assert_allclose(mine.logprobs[:n], torch_logprobs(model, tokens)[len(request.prompt) - 1 :][:n], atol=1e-4)
+        if routed and oracles.decided(model, request.prompt) >= len(request.prompt) - 1:
+            np.testing.assert_array_equal(mine.prompt_routes, theirs.prompt_routes)
+
+
+def test_who_did_not_ask_for_it_finds_whole_blocks_of_prompts_alone(rng, tiny_base):
+    engine = Engine(tiny_base(), rows=(2,))
+    engine.warm()
+    asked = [Request(some(rng, 40), max_tokens=NEW)]
+    [[c]] = engine.generate([*second_turns(rng, asked, engine.generate(asked))])
+    assert c.reused == PAGE
+
+
+def test_other_tenants_versions_and_weights_without_a_name_find_nothing(rng, tiny_base):
+    base = tiny_base()
+    stacks, slots = lora_tree.stack_adapters(transformer.abstract(base.cfg), random_adapters(rng, base.cfg))
+    engine = Engine(base, rows=(4,), reuse_decoded=True)
+    engine.warm(stacks)
+    prompt = some(rng, 40)
+    [[c]] = engine.generate([Request(prompt, slots["one"], max_tokens=NEW, revision="r", tenant="a")], stacks)
+    longer = (*prompt, *c.tokens, 5)
+
+    def reused(**how) -> int:
+        [[c]] = engine.generate([Request(longer, max_tokens=1, **how)], stacks)
+        return c.reused
+
+    assert reused(adapter=slots["one"], revision="r", tenant="b") == 0
+    assert reused(adapter=slots["one"], revision="other", tenant="a") == 0
+    assert reused(tenant="a") == 0
+    assert reused(adapter=slots["one"], revision="r", tenant="a") == whole_pages(len(longer) - 2)
+    [[c]] = engine.generate([Request(prompt, slots["one"], max_tokens=NEW)], stacks)
+    longer = (*prompt, *c.tokens, 5)
+    assert reused(adapter=slots["one"]) == 0, "the slot may hold another adapter by now"
+
+
+def test_tokens_behind_a_stop_are_not_found(rng, tiny_base):
+    """A stop string that is seen late: what was drawn behind it is no part of the completion, and of no conversation."""
+    engine = Engine(tiny_base(), lambda ids: "".join(f"<{i}>" for i in ids), rows=(2,), reuse_decoded=True)
+    engine.warm()
+    prompt = some(rng, 33)
+    [[whole]] = engine.generate([Request(prompt, max_tokens=NEW, temperature=0, tenant="other")])
+    at = next(i for i in range(34, NEW) if whole.tokens[i] not in whole.tokens[:i])
+    [[c]] = engine.generate([Request(prompt, max_tokens=NEW, temperature=0, stop=(f"<{whole.tokens[at]}>",))])
+    assert c.tokens == whole.tokens[: at + 1]
+    [[c]] = engine.generate([Request((*prompt, *c.tokens, 5), max_tokens=1)])
+    assert c.reused == whole_pages(len(prompt) + at)
+
+
+def test_a_full_cache_keeps_what_fits_and_nothing_is_compiled(rng, tiny_base):
+    base = tiny_base()
+    pages = 9  # 7 of them for a first turn
+    engine = Engine(base, rows=(2,), cache_bytes=pages * device.page_bytes(base.cfg, base.dtype, False), reuse_decoded=True)
+    engine.warm()
+    with compilations() as compiled:
+        for _ in range(6):
+            asked = [Request(some(rng, int(rng.integers(60, 90))), max_tokens=NEW)]
+            further = second_turns(rng, asked, engine.generate(asked))
+            engine._schedule.check()
+            [[c]] = engine.generate(further)
+            assert PAGE <= c.reused <= whole_pages(len(further[0].prompt) - 1)
+            engine._schedule.check()
+    assert not compiled
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("axes", [{"data": 8}, {"data": 4, "fsdp": 2}], ids=str)
+def test_over_a_mesh_as_on_one_device(rng, tiny_base, hf_dirs, axes):
+    from mint_jax.mesh import make_mesh
+    from mint_jax.models import base as base_lib
+
+    split = base_lib.load(str(hf_dirs("llama")), make_mesh(axes))
+    one, mesh = (Engine(base, rows=(16,), reuse_decoded=True) for base in (tiny_base(), split))
+    asked = [Request(some(rng, n), max_tokens=NEW, temperature=0) for n in (1, 33, 50, 64, 70)]
+    one.warm()
+    mesh.warm()
+    first = one.generate(asked)
+    further = second_turns(rng, asked, first)
+    for a, b in zip(mesh.generate(asked), first, strict=True):
+        assert a[0].tokens == b[0].tokens
+    with jax.set_mesh(split.mesh):
+        again = mesh.generate(further)
+    for [a], [b] in zip(again, one.generate(further), strict=True):
+        assert a.reused in (0, b.reused), "a prompt may be in another part"
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-4)
+    assert any(a.reused for [a] in again)
