@@ -45,6 +45,7 @@ def test_the_lines_of_the_readme_run(tmp_path, monkeypatch, capsys):
     assert shown[0].endswith(shown[1]), "the stored revision answers as the policy did"
 
 
+@pytest.mark.long
 def test_the_lines_of_the_page_of_jobs_run(tmp_path, monkeypatch, capsys):
     [code] = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "docs/jobs.md").read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
@@ -84,6 +85,7 @@ def test_training_sampling_and_saving_are_those_of_the_jobs(model, tmp_path):
     assert model.sample("3 + 4 =", max_tokens=6) == before, "the base stays as it was"
 
 
+@pytest.mark.long
 def test_a_policy_that_joins_leaves_the_others_as_they_are(model):
     first = model.policy("first", 3, targets=("q",), learning_rate=1e-2)
     first.train_step(ROWS)
@@ -137,6 +139,7 @@ def test_revisions_mixed_in_one_call_answer_as_each_does_alone(model, tmp_path):
             model.completions(["3", "4"], [a, other["d"]])
 
 
+@pytest.mark.long
 def test_a_config_built_in_python_is_that_of_a_file_and_runs_as_launch_runs_it(tmp_path):
     policies = {"a": {"data": {"env": "digit_sum"}, "adapter": {"rank": 2, "targets": ("q",)}}}
     plain = {"base": "tiny-random", "steps": 2, "tensorboard": False, "policies": policies}

@@ -219,6 +219,7 @@ def save_until_killed(folder, connection):
         saved.save(step, {"x": jnp.asarray(state_at(step))}, {"step": step})
 
 
+@pytest.mark.long
 def test_a_killed_run_resumes_from_its_last_commit_or_later(rng, tmp_path):
     """12 runs, each resuming the one before, are killed at random moments while they save."""
     last = 0

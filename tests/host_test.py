@@ -32,6 +32,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
 def test_freed_memory_is_used_again_without_page_faults():
     """The second block of 64 MiB costs no faults where the first was kept, and as many as the first otherwise."""
@@ -77,6 +78,7 @@ print(host.peak_rss_bytes())
 """
 
 
+@pytest.mark.long
 def test_resident_memory_follows_what_is_held():
     """In a process of its own: what another test left, freed by a thread meanwhile, moved it by more than is held here."""
     before, holding, peak, after = map(int, run(HELD))

@@ -15,8 +15,18 @@ from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.records import tables
 from mint_jax.catalog.records.database import Database
 from tests.catalog.postgres import Server
+from tests.marks import has_value
 
 DATABASES = ("sqlite", "postgres")
+# Files that show on PostgreSQL what they show on SQLite: there in `make test-long`. Lifecycle, lookup and the tables are in `make test`.
+LONG_ON_POSTGRES = {f"{name}_test" for name in ("collection", "damage", "exports", "hostile", "kill", "places", "sessions", "tags")}
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "catalog" in item.path.parts and item.path.stem in LONG_ON_POSTGRES and has_value(item, "postgres"):
+            item.add_marker(pytest.mark.long)
 
 
 class Clock:

@@ -59,6 +59,7 @@ def columns(url: str) -> dict:
     }
 
 
+@pytest.mark.long
 def test_the_migrations_end_where_the_tables_are(blank, request, tmp_path):
     upgrade_to(blank, "0001")
     assert "leases" not in columns(blank)

@@ -467,6 +467,7 @@ sys.exit(main(argv))
 """
 
 
+@pytest.mark.long
 def test_two_imports_of_one_folder_at_once_leave_no_second_copy(base, many, tmp_path):
     """Both have stored their bytes before either commits; who comes second has a pack that nothing will ever name."""
     for i in range(4):

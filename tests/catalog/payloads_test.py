@@ -536,6 +536,7 @@ def kill_writers(rng, url, times, part=bucket.PART):
     return swept
 
 
+@pytest.mark.long
 def test_killed_at_any_moment_in_a_folder_nothing_acknowledged_is_lost_and_nothing_half_is_listed(rng, url_of):
     assert kill_writers(rng, url_of("folder"), 16) > 0, "no kill hit a writer in the middle"
 

@@ -95,6 +95,7 @@ def test_a_catalog_of_others_is_listed_and_sampled_from(writer, open_folder):
     assert (out / "packed").read_bytes() == data
 
 
+@pytest.mark.long
 def test_commits_in_a_log_that_cannot_be_read_are_no_silence(open_folder):
     """A copy of the files without the log's index: as it is, the newest commits would be missing."""
     base = peft_dirs.make_base(open_folder / "base")

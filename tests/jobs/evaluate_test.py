@@ -157,6 +157,7 @@ def serve_wrong(patch, wrong):
 REFUSED = r"'one' \(one@latest\): score 0\.\d+ loaded alone and 0\.\d+ in a shared batch.*nothing is recorded"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wrong", [swapped, nudged])
 @pytest.mark.parametrize("temperature", [1.0, 0.0])
 def test_a_shared_batch_that_serves_another_adapter_is_refused(wrong, temperature, catalog, tmp_path, monkeypatch):

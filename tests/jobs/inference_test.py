@@ -69,6 +69,7 @@ def read_lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_a_result_tells_which_kernels_of_its_machine_were_passed_over(hf_dirs, tmp_path, monkeypatch):
     """On a CPU none is wanted; as on a TPU: its kernel of attention to pages reads none that are as narrow as a CPU's."""
     write_lines(tmp_path / "in.jsonl", [{"tokens": [1, 2, 3]}])

@@ -115,6 +115,7 @@ def test_a_finished_run_started_again_keeps_its_result(job, tmp_path):
         assert further["train_s"] >= first["train_s"]
 
 
+@pytest.mark.long
 def test_before_is_where_the_policy_began(tmp_path):
     def run(workdir, seed):
         config = tiny("sft", "adder", steps=4, seed=seed, catalog=str(tmp_path / "catalog"))

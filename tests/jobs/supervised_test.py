@@ -58,6 +58,7 @@ def test_a_policys_own_loss_settings_are_honoured(job, base, tmp_path, monkeypat
     assert {name: getattr(policy.loss, name) for name in loss} == loss
 
 
+@pytest.mark.long
 def test_kl_of_sft_keeps_the_policy_near(base):
     """The same examples with and without KL: the gradient differs, and the metric is there."""
     config = config_of("sft")

@@ -110,14 +110,15 @@ def planned(cfg, mesh, prompts, G):
     return blocks, rows, count, places
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "G"),
     [
         ("heads whole", 2),
-        pytest.param("heads divided", 2, marks=pytest.mark.long),
-        pytest.param("heads whole", 1, marks=pytest.mark.long),
-        pytest.param("latents", 2, marks=pytest.mark.long),
-        pytest.param("indexer", 2, marks=pytest.mark.long),
+        ("heads divided", 2),
+        ("heads whole", 1),
+        ("latents", 2),
+        ("indexer", 2),
     ],
 )
 def test_eight_devices_sample_as_one_and_keep_their_part_of_the_cache(family, G):

@@ -61,6 +61,7 @@ def _compiled() -> str:
         return step.forward_backward.lower(params, state, batch, coefs, slots, cfg=CFG, remat="names").compile().as_text()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("limit", "travels"), [(1 << 30, "all-gather"), (0, "all-to-all")], ids=["gather", "all_to_all"])
 def test_no_collective_carries_an_expert(limit, travels, monkeypatch):
     monkeypatch.setattr(expert_parallel, "GATHER_TOKENS", limit)

@@ -72,6 +72,7 @@ def test_steady_state_compiles_nothing(tiny_base, rng):
         assert seen[warm:] == []
 
 
+@pytest.mark.long
 def test_a_changing_subset_of_policies_compiles_each_subset_once(tiny_base, rng):
     base = tiny_base("llama")
     trainer = Trainer(base, [PolicyConfig(n, AdapterConfig(r), seed=i) for i, (n, r) in enumerate(RANKS.items())])

@@ -201,7 +201,8 @@ def test_vmap_of_one_policy_is_one_grouped_matmul_of_the_experts(remat, tiny_bas
         assert merged == check_experts(single, one, cfg, backward, remat), "adapters, attention: as many products as one policy has"
 
 
-@pytest.mark.parametrize("form", ["pallas_tpu", pytest.param("pallas_gpu", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("form", ["pallas_tpu", "pallas_gpu"])
 def test_vmap_of_one_policy_calls_as_many_kernels_as_one_policy(form, tiny_base):
     """Forward and backward: adapters of experts, attention, and experts' matrices on GPUs; each over the rows of all policies."""
     own = {"packed_attention": form} | ({"grouped_matmul": form} if form == "pallas_gpu" else {})

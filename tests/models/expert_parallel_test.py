@@ -98,6 +98,7 @@ def test_eight_devices_equal_one(sizes, way, rng):
     _assert_equal(_over_mesh(MESHES[sizes], *problem), jax.device_get(_run(*problem)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("routing", first(1, ["one_expert", "one_device"]))
 def test_no_token_is_dropped_when_all_go_to_one_place(routing, way, rng):
     problem = _problem(rng, routing, rows=4)

@@ -108,6 +108,7 @@ def test_what_is_not_finite_stays_with_its_adapter(rng, form, run):
             assert reached, "and it is told"
 
 
+@pytest.mark.long
 def test_a_factor_that_comes_with_its_neighbour_says_nothing(rng):
     """Rank 1 in bfloat16, whose words of memory hold two factors: one that is not finite, in the rows or not, reaches no other row."""
     add, _ = FORMS["pallas_tpu"]

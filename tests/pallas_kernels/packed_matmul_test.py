@@ -83,6 +83,7 @@ def test_what_is_not_finite_stays_with_its_adapter(rng, form, many):
             assert any(not np.isfinite(np.array(one, np.float32)[mine]).all() for one in made), "and it is told"
 
 
+@pytest.mark.long
 def test_the_kernel_has_no_races_and_reads_nothing_that_was_not_written(rng):
     """In the interpreter that keeps the device's memories and clocks, where scratch begins as NaN; several chunks and tiles, and a NaN."""
     x, w, _, a, b, _ = arguments(rng, 48, 128, (128,), 64, 4, 2, "float32")
@@ -196,6 +197,7 @@ def check_compiled(chip: str, shape: shapes.Shape) -> None:
     assert made.memory_analysis().temp_size_in_bytes < 3 << 20, shape  # numbers of rows, runs and visits
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chip", first(1, CHIPS))
 def test_a_tpus_compiler_takes_the_kernel_with_nothing_large_beside_it(chip):
     check_compiled(chip, shapes.SHAPES[0])

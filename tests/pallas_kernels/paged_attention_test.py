@@ -66,6 +66,7 @@ def test_auto_is_xla_on_a_cpu(rng):
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lengths", first(1, [([256, 0, 0, 1], [0, 0, 128, 300]), ([0] * 4, [0] * 4), ([129] * 4, [127] * 4)]), ids=str)
 def test_rows_that_have_nothing_are_passed_over_wherever_they_stand(rng, lengths):
     prefix, own = lengths

@@ -91,6 +91,7 @@ def test_a_row_s_bits_are_its_own_whatever_the_others_name(rng, form):
         assert np.array(form(x, a, b, onto, others, scale))[mine].tobytes() == clean[mine].tobytes()
 
 
+@pytest.mark.long
 def test_kernels_have_no_races_and_read_nothing_that_was_not_written(rng):
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 

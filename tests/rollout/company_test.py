@@ -210,6 +210,7 @@ def test_neighbours_that_are_cancelled_change_no_bit(world):
     assert engine._schedule.idle
 
 
+@pytest.mark.long
 def test_slots_written_anew_between_two_times_of_serving_are_read_anew(llama):
     """Nobody named what was in the slot: what its prompts left in the cache is not used again."""
     other, _ = random_stacks(llama.rng, llama.base.cfg)

@@ -94,6 +94,7 @@ def test_a_mesh_that_splits_rows_gives_equal_tokens(rng, tiny_base, hf_dirs):
         np.testing.assert_allclose(x.logprobs, y.logprobs, atol=2e-5)  # sums over split dimensions are ordered otherwise
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("axes", [{"data": 4, "fsdp": 2}, {"tensor": 2, "fsdp": 2, "data": 2}], ids=["rows", "vocabulary"])
 def test_a_mesh_penalises_and_tells_alternatives_as_one_device_does(rng, axes):
     asked = [

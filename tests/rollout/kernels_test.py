@@ -20,7 +20,8 @@ FORMS = {"pallas_tpu": (paged_tpu, 128), "pallas_gpu": (paged_gpu, 1)}  # pools 
 CASES = [("llama", "pallas_gpu"), ("llama", "pallas_tpu"), *(("deepseek_v3_dense", form) for form in FORMS)]
 
 
-@pytest.mark.parametrize(("family", "form"), [CASES[0], *(pytest.param(*case, marks=pytest.mark.long) for case in CASES[1:])])
+@pytest.mark.long
+@pytest.mark.parametrize(("family", "form"), CASES)
 def test_the_engine_gives_what_it_gives_by_xla(family, form, tiny_base, rng, monkeypatch):
     """Prompts of several runs and of less than one, samples that share one in a team, one alone, and a prompt that is scored."""
     asked, (kernels, lanes) = [], FORMS[form]

@@ -119,6 +119,7 @@ def test_what_is_to_be_sampled_at_once_is_not_read_back_from_the_disk(rng, serve
     assert read == [digest]
 
 
+@pytest.mark.long
 def test_what_is_loaded_is_what_was_saved(rng, server):
     """With its moments or without, into a new policy or in place of a living one's; pending gradients are no part of it."""
     client = Client(server)
@@ -142,6 +143,7 @@ def test_what_is_loaded_is_what_was_saved(rng, server):
     assert row.told["metadata"] == {"why": "test"}
 
 
+@pytest.mark.long
 def test_weights_without_a_name_end_a_while_after_their_session(rng, server, monkeypatch):
     """But for what has a name too, what another session samples, and the last revision of a policy."""
     client, other = Client(server), Client(server)

@@ -125,6 +125,7 @@ def worked(rng, site, monkeypatch):
     return trainers, took, time.perf_counter() - began, before
 
 
+@pytest.mark.long
 def test_a_servers_costs_are_what_its_loop_took(site, worked):
     trainers, took, wall_s, (before, measured_before) = worked
     costs = site.server.costs

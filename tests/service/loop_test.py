@@ -36,6 +36,7 @@ def prompts(rng, count):
     return [tuple(rng.integers(3, 97, int(rng.integers(2, 40))).tolist()) for _ in range(count)]
 
 
+@pytest.mark.long
 @pytest.mark.bits
 def test_a_revision_is_sampled_with_the_same_bits_while_policies_train(rng, world, loop_of):
     """Revisions of one slot each come and go, two policies train, one of which diverges; then the same alone."""

@@ -185,6 +185,7 @@ def owned(site):
     return site.server.book.checkpoint_bytes("default") + sum(site.server._state_bytes(one["rank"], one["train"]) for one in told)
 
 
+@pytest.mark.long
 def test_tokens_in_flight_make_a_client_wait_and_too_many_fail(rng, site, limited, monkeypatch):
     trainer, data = site.trainer(), []
     while (tokens := sum(datum.model_input.length for datum in data)) < 8:

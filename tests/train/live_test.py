@@ -174,6 +174,7 @@ def live_of(tiny_base, tmp_path):
     return make
 
 
+@pytest.mark.long
 def test_tenants_that_are_moved_about_train_as_if_alone(rng, live_of, hf_dirs):
     """Four tenants over two slots; those not at work lie in memory or in files. Each round they send requests of several losses, which
     are computed together in any order, and then update by numbers of their own."""
@@ -233,6 +234,7 @@ def test_forward_alone_changes_nothing_and_tells_the_same(rng, live_of):
     assert set(live.held("a").parts) == {"factors"}
 
 
+@pytest.mark.long
 def test_what_is_warm_compiles_nothing_for_any_tenant(rng, live_of):
     live = live_of(slots={4: 2, 8: 2})
     live.warm()

@@ -89,6 +89,7 @@ def test_recorded_routes_are_those_of_a_full_forward_pass(base, rng):
             np.testing.assert_array_equal(np.sort(recorded, axis=-1), np.sort(full, axis=-1))
 
 
+@pytest.mark.long
 def test_a_perturbed_router_changes_the_loss_without_replay_and_not_with_it(base, rng):
     groups = rollout(base, rng)
     same = update(base, without_routes(groups))

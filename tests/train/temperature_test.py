@@ -126,6 +126,7 @@ def test_the_trainer_sees_what_the_engine_drew(temperature, case, rng):
     assert trainer.update({"p": groups})["p"]["max_gap"] < 1e-4  # float32, prefill and decode against one pass
 
 
+@pytest.mark.long
 def test_policies_of_one_pass_may_differ_in_temperature_and_so_does_their_reference(names, rng, tiny_base, hf_dirs):
     base = tiny_base(names)
     loss = LossConfig("ppo", kl_kind="k3", kl=0.1)

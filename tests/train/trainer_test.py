@@ -72,6 +72,7 @@ def passes(monkeypatch):
     return seen
 
 
+@pytest.mark.long
 def test_several_small_passes_add_up_to_one_large_one(rng, tiny_base, passes):
     """``b`` has fewer groups than ``a`` and sits the last pass out."""
     base = tiny_base()
@@ -97,6 +98,7 @@ def test_several_small_passes_add_up_to_one_large_one(rng, tiny_base, passes):
             np.testing.assert_allclose(several[name][key], value, rtol=1e-5, atol=1e-4, err_msg=key)  # sums of 48 numbers of size 5
 
 
+@pytest.mark.long
 def test_a_pass_stays_within_max_tokens_with_its_padding(rng, tiny_base, passes):
     """Rows are as long as the longest group: one long group beside short ones makes padding, which takes memory too."""
     trainer = Trainer(tiny_base(), [B], max_tokens=48)
@@ -150,6 +152,7 @@ def test_policies_that_differ_in_numbers_only_start_by_one_program(tiny_base):
         np.testing.assert_array_equal(x, fresh["dense"]["attn"]["q"]["a"])
 
 
+@pytest.mark.long
 def test_reference_logprobs_are_those_of_the_bare_model(rng, tiny_base, hf_dirs):
     base, model = tiny_base(), oracles.torch_model(hf_dirs("llama"))
     loss = LossConfig("ppo", kl_kind="k3", kl=0.1, reference="base")
@@ -164,6 +167,7 @@ def test_reference_logprobs_are_those_of_the_bare_model(rng, tiny_base, hf_dirs)
             np.testing.assert_allclose(s.ref_logp, expected, rtol=0, atol=2e-5)  # float32 log-softmax over 97 logits, 3 layers
 
 
+@pytest.mark.long
 def test_reference_logprobs_are_computed_where_a_loss_needs_them_and_kept_where_given(rng, tiny_base):
     policies = [dataclasses.replace(A, name=n, loss=loss) for n, loss in {
         "kl": LossConfig("ppo", kl_kind="k3", kl=0.1), "off": LossConfig("ppo", kl_kind="k3", kl=0.0), "none": LossConfig("ppo", kl=0.1),
@@ -263,6 +267,7 @@ def test_a_fresh_policy_s_reference_is_the_bare_base_at_no_cost(rng, tiny_base, 
     assert got["a"]["kl"] < 1e-8
 
 
+@pytest.mark.long
 def test_lengths_that_vary_compile_no_second_scoring(rng, tiny_base):
     trainer = Trainer(tiny_base(), [dataclasses.replace(A, loss=LossConfig("ppo", kl_kind="k3", kl=0.1))])
     trainer.load_adapter("a", random_adapter(rng, trainer.base, A.adapter))
