@@ -66,13 +66,21 @@ def joined(x: jax.Array, batched: bool, P: int) -> jax.Array:
     return x.reshape(-1, *x.shape[2:])
 
 
+def following(index: jax.Array | None, G: int, batched: bool = False) -> jax.Array:
+    """Which matrix each of G groups has, ``[G]``, of ``grouped_matmul``'s ``index``; ``[P, G]`` of ``batched`` ones."""
+    if index is not None and index.ndim > batched:
+        return index
+    places = jnp.arange(G, dtype=jnp.int32)
+    return places if index is None else index[..., None] + (places[None] if batched else places)
+
+
 def _own_index(index: jax.Array, batched: bool, P: int, W: int) -> jax.Array:
     """Which of the joined matrices each policy's groups have."""
     return (each(index, batched, P) + W * jnp.arange(P, dtype=index.dtype)[:, None]).reshape(-1)
 
 
 def batched_product(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
-    """``fn(x [M, K], w [W, K, N], sizes [G], index [G] or None) -> [M, N]``, see ``grouped.grouped_matmul``, with its rule."""
+    """``fn(x [M, K], w [W, K, N], sizes [G], index [G], a number or None) -> [M, N]``, see ``grouped.grouped_matmul``, with its rule."""
     call = jax.custom_batching.custom_vmap(fn)
 
     @call.def_vmap
@@ -83,8 +91,7 @@ def batched_product(fn: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
         x = rows.take(x, of_x)
         if shared:
             return rows.back(call(x, w, jnp.sum(sizes_PG, axis=0, dtype=sizes.dtype), index)), True
-        if index is None:
-            index = jnp.arange(sizes_PG.shape[1], dtype=jnp.int32)
+        index = following(index, sizes_PG.shape[1], bool(of_index))
         if of_w:
             index, w = _own_index(index, bool(of_index), P, w.shape[1]), joined(w, True, P)
         else:

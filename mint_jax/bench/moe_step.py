@@ -64,14 +64,17 @@ class _Stack:
     def forward(self, x_BTD: jax.Array, lora: BoundAdapters | None, params: Any, through: Routed) -> jax.Array:
         """``[B, T, D]`` behind all layers; ``through`` computes the experts."""
 
+        layers, stacks = experts.detach({"moe": params})  # as the decoder has them
+
         def layer(x, inputs):
-            p, lora = inputs
+            p, number, lora = inputs
+            p = experts.attach(p, stacks, number)["moe"]
             h = rms_norm(x, p["norm"], self.cfg.norm_eps)
             assert self.cfg.experts is not None
             route = router.route(h, p, None, self.cfg.experts)
             return x + through(h, route.ids, route.weights, p["experts"], None if lora is None else lora.at("experts")), None
 
-        return jax.lax.scan(layer, x_BTD, (params, lora))[0]
+        return jax.lax.scan(layer, x_BTD, (layers, jnp.arange(self.size.layers), lora))[0]
 
     def side(self, policies: int, through: Routed, backward: bool) -> Callable[[], Any]:
         """One pass as a call that can be timed; backward forms the gradients of the tokens and of the adapters."""
@@ -107,6 +110,7 @@ def ragged_routed(x_BTD: jax.Array, ids_BTX: jax.Array, weights_BTX: jax.Array, 
     """``expert_parallel.routed`` with the adapters' factors as one ``ragged_dot`` each over all (expert, slot) groups."""
     B, T, D = x_BTD.shape
     (factors,), (P,) = lora.buckets, lora.blocks
+    p = {name: {"w": leaf["w"][leaf["layer"]]} for name, leaf in p.items()}
     E, X = p["gate"]["w"].shape[0], ids_BTX.shape[-1]
     row = jnp.arange(B * T * X, dtype=jnp.int32)
     order = sort_rows(ids_BTX.reshape(-1), row // (X * T * (B // P)), E, P)

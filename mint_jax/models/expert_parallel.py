@@ -55,7 +55,8 @@ def routed(
     """The weighted sum of each token's experts, ``[B, T, D]``.
 
     Args:
-        p: ``{"gate": {"w": [E, D, F]}, "up": ..., "down": ...}``, E sharded as ``sharding.RULES`` says.
+        p: ``{"gate": {"w": [E, D, F]}, "up": ..., "down": ...}``, E sharded as ``sharding.RULES`` says; or of all layers, with the
+            layer's number, see ``expert_mlp``.
         lora: adapters of the experts, ``[P, E, R, D]`` and ``[P, E, R, F]``, E sharded likewise.
         kernels: see ``packed_lora.project``.
     """
@@ -100,7 +101,9 @@ def _specs(mesh: Any, lora: AnyAdapters | None, p: Any) -> tuple[PartitionSpec, 
     rows = sharding.partition(("batch",), mesh)
     # Factors are packed by expert, ``[P, E, R, D]`` and, of rows that name slots, ``[L, S, E, R, D]``; the rest are numbers.
     spec_of = {4: PartitionSpec(None, *axes), 5: PartitionSpec(None, None, *axes)}
-    return rows, jax.tree.map(lambda x: spec_of.get(x.ndim, PartitionSpec()), lora), jax.tree.map(lambda _: axes, p)
+    # Experts are ``[E, D, F]``, of all layers ``[L, E, D, F]`` with one number; scales are ``[E, F]``.
+    spec_of_p = {0: PartitionSpec(), 4: spec_of[4]}
+    return rows, jax.tree.map(lambda x: spec_of.get(x.ndim, PartitionSpec()), lora), jax.tree.map(lambda x: spec_of_p.get(x.ndim, axes), p)
 
 
 def _over_mesh(fn, mesh, in_specs, out_specs):
@@ -112,7 +115,7 @@ def _forward(x, weights, lora, ids, block, p, of_block, kernels):
     rows, lora_spec, p_spec = _specs(mesh, lora, p)
 
     def local(x, weights, lora, ids, block, p):
-        exchange = _exchange(mesh, x.shape[0], ids.shape[1], p["gate"]["w"].shape[0], of_block, kernels)
+        exchange = _exchange(mesh, x.shape[0], ids.shape[1], p["gate"]["w"].shape[-3], of_block, kernels)
         return exchange.run(Visits(x, ids, weights, block), p, lora)
 
     y = _over_mesh(local, mesh, (rows, rows, lora_spec, rows, rows, p_spec), rows)(x, weights, lora, ids, block, p)
@@ -126,7 +129,7 @@ def _backward(of_block, kernels, residuals, g):
     replicas = tuple(a for a in sharding.mesh_axes("batch", mesh) if a not in sharding.mesh_axes("experts", mesh))
 
     def local(x, weights, lora, ids, block, p, g):
-        exchange = _exchange(mesh, x.shape[0], ids.shape[1], p["gate"]["w"].shape[0], of_block, kernels)
+        exchange = _exchange(mesh, x.shape[0], ids.shape[1], p["gate"]["w"].shape[-3], of_block, kernels)
         dx, dw, dlora = exchange.back(Visits(x, ids, weights, block), p, lora, g)
         # An expert's adapters lie on one device of the experts' axes and once on each of the others that hold rows: their
         # gradients are of different rows, and the copies stay equal only if each gets the sum.

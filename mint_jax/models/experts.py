@@ -35,6 +35,37 @@ def specs(L: int, E: int, D: int, F: int, dtype: Any) -> dict[str, Any]:
     return {"gate": packed(D, F, inward), "up": packed(D, F, inward), "down": packed(F, D, outward)}
 
 
+def detach(layers: Any) -> tuple[Any, Any]:
+    """The parameters of a stack of layers without its experts' matrices, and those; None where there are none.
+
+    A scan over layers slices what it is given, which is a copy, and a layer's experts are most of a model: as the scan's inputs all of
+    them were read and written in every step of decoding, also those that no token visits (Qwen3-30B-A3B has 128 of 1.2 GB a layer in
+    bfloat16, of which a row visits 8). So the loop closes over whole stacks, and products begin at a layer's first expert (``attach``).
+    """
+    if "moe" not in layers:
+        return layers, None
+    experts = layers["moe"]["experts"]
+    left = {name: {key: x for key, x in leaf.items() if key != "w"} for name, leaf in experts.items()}
+    return layers | {"moe": layers["moe"] | {"experts": left}}, {name: leaf["w"] for name, leaf in experts.items()}
+
+
+def attach(layer: Any, stacks: Any, number: jax.Array) -> Any:
+    """One layer's parameters with its experts as ``expert_mlp`` takes them, whole stacks and the layer's number."""
+    if stacks is None:
+        return layer
+    experts = {name: leaf | {"w": stacks[name], "layer": number} for name, leaf in layer["moe"]["experts"].items()}
+    return layer | {"moe": layer["moe"] | {"experts": experts}}
+
+
+def _of_layer(leaf: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """A projection's matrices as ``packed_lora.project`` takes them: those of all layers behind each other."""
+    if "layer" not in leaf:
+        return leaf
+    w = leaf["w"]
+    flat = {"w": w.reshape(-1, *w.shape[2:]), "index": leaf["layer"] * w.shape[1]}
+    return flat | ({"scale": leaf["scale"]} if "scale" in leaf else {})
+
+
 class Order(NamedTuple):
     """Rows sorted by (expert, block).
 
@@ -82,14 +113,15 @@ def expert_mlp(
         token_M: which token each row is.
         expert_M: expert of each row, 0 to E - 1; anything else is none.
         block_M: block of each row, see its ``block_of_rows``.
-        p: ``{"gate": {"w": [E, D, F]}, "up": ..., "down": {"w": [E, F, D]}}``.
+        p: ``{"gate": {"w": [E, D, F]}, "up": ..., "down": {"w": [E, F, D]}}``; with ``"layer"`` in each, its number, ``w`` is of all
+            layers, ``[L, E, D, F]``.
         lora: this layer's adapters of the experts.
         kernels: see ``packed_lora.project``.
     """
     chex.assert_rank([x_ND, token_M], [2, 1])
     chex.assert_equal_shape([token_M, expert_M, block_M])
     blocks = 1 if lora is None else lora.total_blocks
-    order = sort_rows(expert_M, block_M, p["gate"]["w"].shape[0], blocks)
+    order = sort_rows(expert_M, block_M, p["gate"]["w"].shape[-3], blocks)
     x = x_ND[token_M[order.order]]
     gate, up = _project(x, p, lora, ("gate", "up"), order, kernels)
     gate, up = checkpoint_name(gate, "expert_gate"), checkpoint_name(up, "expert_up")
@@ -109,7 +141,7 @@ def _project(x_MD: jax.Array, p: Any, lora: AnyAdapters | None, names: tuple[str
             adapters.append(Adapters(groups_of(order, first, place), tuple(pair or None for pair in pairs), scale_M))
         first += blocks
     with jax.named_scope("_".join(names)):
-        return packed_lora.project(x_MD, [p[name] for name in names], jnp.sum(order.counts, axis=1), adapters, kernels)
+        return packed_lora.project(x_MD, [_of_layer(p[name]) for name in names], jnp.sum(order.counts, axis=1), adapters, kernels)
 
 
 def _placed(bucket: Any, blocks: int, layer: jax.Array | None) -> tuple[Any, jax.Array, jax.Array | None]:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import grouped_matmul as op
-from pallas_kernels.batching import batched_outer, batched_product
+from pallas_kernels.batching import batched_outer, batched_product, following
 from pallas_kernels.dispatch import named
 from pallas_kernels.grouped_matmul.xla import finite, group_of_rows
 from pallas_kernels.schedule import schedule
@@ -47,7 +47,8 @@ def grouped_matmul(
         x_MK: rows, those of group 0 first.
         w_WKN: matrices, of the dtype of ``x`` or a smaller one; ``[W, N, K]`` when ``transposed``.
         sizes_G: int32 rows of each group, zero allowed; their sum is at most M.
-        index_G: which matrix each group has; None: group g has matrix g.
+        index_G: which matrix each group has; one number: group g has matrix ``index + g``, of a stack of which a slice would be a copy;
+            None: group g has matrix g.
         kernel: ``config.Kernels.grouped_matmul``.
     """
     chex.assert_rank([x_MK, w_WKN, sizes_G], [2, 3, 1])
@@ -73,7 +74,7 @@ def _backward(transposed, kernel, residuals, g):
         return dx, None, None, None
     left, right = (g, x) if transposed else (x, g)
     dw_G = outer(left, right, sizes)
-    dw = dw_G if index is None else jnp.zeros(w.shape, jnp.float32).at[index].add(dw_G)
+    dw = dw_G if index is None else jnp.zeros(w.shape, jnp.float32).at[following(index, sizes.shape[0])].add(dw_G)
     return dx, dw.astype(w.dtype), None, None
 
 
@@ -188,6 +189,7 @@ def tiled_matmul(
     """
     M, N = x.shape[0], w.shape[1 if transposed else 2]
     y = blank((M, N), x.dtype, sizes, key) if onto is None else onto
+    index = None if index is None else following(index, sizes.shape[0])
 
     def body(tile, group, y):
         out = dot(tile.read(x), at(w, group if index is None else index[group]), (1, 1 if transposed else 0))

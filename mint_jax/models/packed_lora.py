@@ -23,7 +23,7 @@ from mint_jax.models.config import Kernels
 from mint_jax.models.grouped import at, blank, dot, grouped_matmul, outer, over_tiles, tiled_matmul
 from pallas_kernels import packed_lora as op
 from pallas_kernels import packed_matmul
-from pallas_kernels.batching import Merged, each, joined
+from pallas_kernels.batching import Merged, each, following, joined
 from pallas_kernels.dispatch import Implementation, anything, named, run
 
 # Up to this rank ``h B`` is a sum over the rank, fused into one pass over the wide result; above it a second loop over tiles. On two
@@ -87,7 +87,8 @@ def project(
 
     Args:
         x_MD: rows, those of expert 0 first.
-        bases: of each projection ``{"w": [E, D, F]}`` and, quantised, ``"scale": [E, F]``.
+        bases: of each projection ``{"w": [E, D, F]}`` and, quantised, ``"scale": [E, F]``; with ``"index"``, a number, w has more
+            matrices, and expert 0's stands at that place.
         sizes_E: int32 rows of each expert.
         adapters: rank buckets.
         kernels: of the experts' products and of the adapters', see ``config.Kernels``.
@@ -168,14 +169,13 @@ def _by_platform(kernels: Kernels, tiles: Any, products: Any) -> Any:
 def _merge(P, batched, x, bases, sizes, adapters):
     """The policies' rows, and what ``_products`` takes, for all of them."""
     of_x, of_bases, of_sizes, of_adapters = batched[:4]
-    bases, of_bases = ([{name: leaf[name] for name in leaf if name != "index"} for leaf in tree] for tree in (bases, of_bases))
     sizes_PE, shared = each(sizes, of_sizes, P), not any(jax.tree.leaves(of_bases))
     rows = Merged(sizes_PE, x.shape[-2], shared)
     if shared:
         sizes = jnp.sum(sizes_PE, axis=0, dtype=sizes.dtype)
     else:
-        bases, sizes = jax.tree.map(lambda w, of: joined(w, of, P), bases, of_bases), sizes_PE.reshape(-1)
-        bases = [base | {"index": jnp.arange(base["w"].shape[0], dtype=jnp.int32)} for base in bases]  # as matrices of single policies
+        E, sizes = sizes_PE.shape[1], sizes_PE.reshape(-1)
+        bases = [_of_policies(base, of, P, E) for base, of in zip(bases, of_bases)]
     out = []
     for (groups, factors, _), (of_groups, of_factors, _) in zip(adapters, of_adapters):
         W = next(pair[0].shape[-3] for pair in factors if pair)
@@ -190,8 +190,20 @@ def _merge(P, batched, x, bases, sizes, adapters):
     return rows, rows.take(x, of_x), bases, sizes, tuple(out)
 
 
+def _of_policies(base: dict[str, jax.Array], batched: dict[str, bool], P: int, E: int) -> dict[str, jax.Array]:
+    """Matrices of single policies, where each has its own."""
+    index, of_index = base.get("index"), batched.get("index", False)
+    of_groups = each(following(index, E, of_index), of_index and index is not None, P)
+    W = base["w"].shape[-3]
+    own = {"index": (of_groups + W * jnp.arange(P, dtype=jnp.int32)[:, None]).reshape(-1)}
+    return {name: joined(leaf, batched[name], P) for name, leaf in base.items() if name != "index"} | own
+
+
 def _base_gradient(x, g, sizes, base):
-    return {"w": outer(x, g, sizes).astype(base["w"].dtype)} | ({"scale": None} if "scale" in base else {})
+    dw, index = outer(x, g, sizes), base.get("index")
+    if index is not None:  # zeros for other layers: a base that learns pays for each layer's as for all
+        dw = jnp.zeros(base["w"].shape, jnp.float32).at[following(index, sizes.shape[0])].add(dw)
+    return {"w": dw.astype(base["w"].dtype)} | {name: None for name in ("scale", "index") if name in base}
 
 
 # On accelerators: grouped matmuls over rows that are contiguous by group.
@@ -251,12 +263,13 @@ def _products_kernels(x, bases, sizes, adapters, kernels):
         groups, factors, scale = adapters.pop(first)
         _, (a, b) = _present(factors)
 
-        def two_passes(x, w, sizes, a, b, factor, scale):
-            base = [_base_grouped(x, {"w": one}, sizes, False, kernels.grouped_matmul) for one in w]
+        def two_passes(x, w, sizes, a, b, factor, scale, place):
+            index = {} if place is None else {"index": place}
+            base = [_base_grouped(x, {"w": one} | index, sizes, False, kernels.grouped_matmul) for one in w]
             return tuple(_add(x, base, [Adapters(groups, tuple(zip(a, b)), scale)], kernels))
 
         table = (*(one for one in packed_matmul.MATMUL if one.platform), Implementation("xla", None, two_passes, anything))
-        args = x, [base["w"] for base in bases], sizes, a, b, groups.factor, scale
+        args = x, [base["w"] for base in bases], sizes, a, b, groups.factor, scale, bases[0].get("index")
         out = list(run("packed_matmul", table, kernel, args))
     return tuple(_add(x, out, adapters, kernels))
 
@@ -268,7 +281,7 @@ def _one_pass(kernels: Kernels, bases: Sequence[dict[str, jax.Array]]) -> str:
         ValueError: a kernel that cannot serve is named.
     """
     kernel = kernels.packed_matmul
-    if any(set(base) != {"w"} for base in bases):
+    if any("scale" in base or ("index" in base and base["index"].ndim) for base in bases):
         if named(kernel):
             raise ValueError(f"packed_matmul by {kernel}: experts' matrices are quantised, or of single policies; choose auto or xla")
         return "xla"

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mint_jax.lora.apply import AnyAdapters, batch_delta, embedding_delta
 from mint_jax.lora.rows import RowAdapters
-from mint_jax.models import dsa, mla, mlp, moe, paged, quantised
+from mint_jax.models import dsa, experts, mla, mlp, moe, paged, quantised
 from mint_jax.models.attention import Context, Segments, packed_attention
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.linear import matrix, project
@@ -160,10 +160,12 @@ def hidden_states(
     kept = {}
     for kind in cfg.stacks:
         scanned, indexers = dsa.detach(params[kind])
+        scanned, stacks = experts.detach(scanned)
 
-        def layer(carry, layer_inputs, indexers=indexers, kind=kind):
+        def layer(carry, layer_inputs, indexers=indexers, stacks=stacks, kind=kind):
             x, chosen, pool = carry
             p, a, number, turn, routes = layer_inputs
+            p = experts.attach(p, stacks, number)
             a = lora.at(kind).in_layer(number) if isinstance(lora, RowAdapters) else a
             indexer = None if turn is None else dsa.Layer(indexers, turn)
             cache = None if view is None else paged.Cache(pool, number, view)

@@ -37,7 +37,7 @@ def grouped_matmul(
         x: ``[M, K]``, rows of group 0 first.
         w: ``[W, K, N]``, of the dtype of ``x`` or a smaller one; ``[W, N, K]`` when ``transposed``.
         sizes: ``[G]`` int32 rows of each group, zero allowed; their sum is at most M.
-        index: ``[G]`` int32, which matrix each group has; None: group g has matrix g.
+        index: ``[G]`` int32, which matrix each group has; one number: group g has matrix ``index + g``; None: matrix g.
         implementation: ``auto``, ``xla`` or ``pallas_gpu``, see ``dispatch``.
         interpret: run a kernel that is named in Pallas' interpreter; None: on a CPU.
 

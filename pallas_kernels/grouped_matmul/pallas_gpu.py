@@ -55,13 +55,17 @@ def require(x: jax.Array, w: jax.Array, sizes: jax.Array, index: jax.Array | Non
         raise NotImplementedError(f"rows are {x.dtype}; bfloat16 and float32 are served")
     if w.dtype not in (jnp.bfloat16, jnp.float32, jnp.int8, jnp.float8_e4m3fn):
         raise NotImplementedError(f"matrices are {w.dtype}; bfloat16, float32, int8 and float8_e4m3fn are served")
-    if w.dtype.itemsize == 1 and 1 << 31 <= w.size <= 1 << 32:
-        # Pallas counts elements in 32 bits up to 4 GiB of an array, and Triton takes them as signed.
+    if _overflows(w) and (index is None or index.ndim):
         raise NotImplementedError("matrices of one byte an element are between 2 and 4 GiB: places in them overflow")
     if w.dtype == jnp.float8_e4m3fn and (least := min(attached(), default=8.9)) < 8.9:
         raise NotImplementedError(f"this GPU is of compute capability {least}, and float8 is read from 8.9 on")  # Triton would abort
     if not x.size or not sizes.size:
         raise NotImplementedError("no rows or no groups")
+
+
+def _overflows(w: jax.Array) -> bool:
+    """Whether places in it are none: Pallas counts elements in 32 bits up to 4 GiB of an array, and Triton takes them as signed."""
+    return w.dtype.itemsize == 1 and 1 << 31 <= w.size <= 1 << 32
 
 
 def _grouped_matmul(matrix: Any, first: Any, stop: Any, x: Any, w: Any, y: Any, *, transposed: bool, how: Config) -> None:
@@ -100,12 +104,17 @@ def grouped_matmul(
     """See ``grouped_matmul``."""
     M, N = x.shape[0], w.shape[1 if transposed else 2]
     how = config(x, w, sizes, transposed) if how is None else how
+    if index is not None and index.ndim == 0:
+        if _overflows(w):
+            w, index = jax.lax.dynamic_slice_in_dim(w, index, sizes.shape[0]), None
+        else:
+            index = index + jnp.arange(sizes.shape[0], dtype=jnp.int32)
     of_tiles = _tiles(M, sizes, index, how.rows)
     return pl.pallas_call(
         functools.partial(_grouped_matmul, transposed=transposed, how=how),
         grid=(of_tiles[0].shape[0] * pl.cdiv(N, how.columns),),
         out_shape=jax.ShapeDtypeStruct((M, N), x.dtype),
         compiler_params=triton.CompilerParams(num_warps=how.warps, num_stages=how.stages),
-        cost_estimate=cost(2 * x.size * N, x, w),
+        cost_estimate=cost(2 * x.size * N, x, jax.ShapeDtypeStruct((min(M, sizes.shape[0], w.shape[0]), *w.shape[1:]), w.dtype)),
         interpret=interpret,
     )(*of_tiles, x, w)

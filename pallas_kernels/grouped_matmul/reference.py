@@ -12,6 +12,6 @@ def grouped_matmul(x: Any, w: Any, sizes: Any, index: Any = None, transposed: bo
     y, first = np.zeros((x.shape[0], w.shape[2])), 0
     for group, size in enumerate(np.asarray(sizes)):
         rows = slice(first, first + size)
-        y[rows] = x[rows] @ w[group if index is None else index[group]]
+        y[rows] = x[rows] @ w[group if index is None else index + group if np.ndim(index) == 0 else index[group]]
         first += size
     return y

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 
 def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array, index: jax.Array | None, transposed: bool) -> jax.Array:
     """See ``grouped_matmul``."""
+    if index is not None and index.ndim == 0:
+        w, index = jax.lax.dynamic_slice_in_dim(w, index, sizes.shape[0]), None
     # Matrices that the groups share are the base's: finite, or no policy's results are. Those that an index gives are single
     # policies', and a ragged product may multiply another group's NaN by 0 where it only means to leave it out. So it gets
     # finite operands, and the rows whose own matrix was not finite get their NaN back afterwards.

@@ -202,16 +202,25 @@ def matmul(
     b: Arrays,
     factor: jax.Array,
     scale: jax.Array | None = None,
+    first: jax.Array | None = None,
     how: Config | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
-    """``x w_k + scale (x a_k^T) b_k``; see ``packed_matmul``. ``scale [M]`` is of each row."""
+    """``x w_k + scale (x a_k^T) b_k``; see ``packed_matmul``.
+
+    Args:
+        scale: ``[M]`` of each row.
+        first: int32, where the first expert's matrix stands in ``w``, which may have those of other layers too: a slice of it would be a
+            copy of every expert, the ones that nobody visits among them.
+    """
     how = how or config(x, sizes)
     (M, D), K, (W, R, _) = x.shape, len(w), a[0].shape
     T, C = tiles.tile_rows(x, how), tiles.chunk_size(R)
     widths = [one.shape[2] for one in w]
     visits = visits_of(sizes, jnp.minimum(factor, W - 1), T)
     N, last = -(-M // T), visits.tile.shape[0] - 1
+    expert = visits.expert if first is None else visits.expert + first
+    here = [jax.ShapeDtypeStruct((sizes.shape[0], *one.shape[1:]), one.dtype) for one in w]
     scales = [] if scale is None else [jnp.pad(scale.astype(jnp.float32), (0, N * T - M)).reshape(N, 1, T)]
     rows, *results = (pl.BlockSpec((T, n), lambda v, tile, expert: (tile[v], 0)) for n in (D, *widths))
 
@@ -237,8 +246,8 @@ def matmul(
         ),
         out_shape=[jax.ShapeDtypeStruct((M, n), x.dtype) for n in widths],
         compiler_params=tiles.PARAMS,
-        cost_estimate=tiles.estimate(cost.packed_matmul(x, w, a, b)),
+        cost_estimate=tiles.estimate(cost.packed_matmul(x, here, a, b)),
         interpret=interpret,
         name="packed_matmul",
-    )(visits.tile, visits.expert, visits.meta, visits.meta, visits.local, *scales, x, *w, *a, *b)
+    )(visits.tile, expert, visits.meta, visits.meta, visits.local, *scales, x, *w, *a, *b)
     return tuple(made)

@@ -58,10 +58,19 @@ def _run(x, ids, weights, p, lora, g):
     return y, grads
 
 
+def _of_stack(p, mesh):
+    """The experts as the second layer of a stack, as a model has them, split over the mesh; the first layer's are NaN."""
+    whole, number = (
+        jax.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes)) for axes in ((None, *sharding.partition(("experts",), mesh)), ())
+    )
+    stacks = {n: jnp.stack([jnp.full_like(leaf["w"], jnp.nan), leaf["w"]]) for n, leaf in p.items()}
+    return {n: {"w": jax.device_put(w, whole), "layer": jax.device_put(jnp.int32(1), number)} for n, w in stacks.items()}
+
+
 def _over_mesh(sizes, x, ids, weights, p, lora, g):
     mesh = make_mesh(sizes)
     split = sharding.partition(("experts",), mesh)
-    p = jax.device_put(p, jax.tree.map(lambda _: jax.NamedSharding(mesh, split), p))
+    p = _of_stack(p, mesh)
     factors = jax.NamedSharding(mesh, jax.sharding.PartitionSpec(None, *split))
     lora = jax.device_put(lora, jax.tree.map(lambda _: factors, lora))
     with jax.set_mesh(mesh):
@@ -172,7 +181,7 @@ def _rows_over_mesh(run, sizes, x, ids, weights, p, stacks, slots):
     """Experts, and slots of them, where they are in use; rows as they come."""
     mesh = make_mesh(sizes)
     split = sharding.partition(("experts",), mesh)
-    p = jax.device_put(p, jax.tree.map(lambda _: jax.NamedSharding(mesh, split), p))
+    p = _of_stack(p, mesh)
     factors = jax.NamedSharding(mesh, jax.sharding.PartitionSpec(None, None, *split))
     stacks = {b: AdapterStack(jax.device_put(s.factors, jax.tree.map(lambda _: factors, s.factors)), s.scale, b) for b, s in stacks.items()}
     with jax.set_mesh(mesh):

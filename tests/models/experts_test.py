@@ -13,6 +13,7 @@ from mint_jax.lora.apply import BoundAdapters
 from mint_jax.lora.tree import AdapterStack, name_slots
 from mint_jax.models.expert_parallel import routed
 from mint_jax.models.experts import sort_rows
+from tests.marks import first
 
 E, X, D, F, T = 6, 3, 10, 7, 9
 WIDTHS = {"gate": (D, F), "up": (D, F), "down": (F, D)}
@@ -88,6 +89,47 @@ def _ours(x, ids, weights, p, lora, g):
 def _assert_close(got, want):
     # float32: three products of at most 10 terms one after the other, sums over at most 20 visits
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * max(1.0, np.abs(b).max())), got, want)
+
+
+def of_stack(p, layer: int, layers: int = 3):
+    """The same experts as one layer of a stack whose others are NaN."""
+    return {
+        n: {"w": jnp.full((layers, *leaf["w"].shape), jnp.nan).at[layer].set(leaf["w"]), "layer": jnp.int32(layer)} for n, leaf in p.items()
+    }
+
+
+@pytest.mark.parametrize("form", ["cpu", "accelerators"])
+@pytest.mark.parametrize("name", first(1, ["buckets_and_base", "base"]))
+def test_a_layer_of_a_stack_is_that_layer_alone(name, form, request, rng):
+    if form == "accelerators":
+        request.getfixturevalue("form_of_accelerators")
+    x, ids, weights, p, lora, g = _problem(rng, name)
+    for layer in (0, 2):
+        got, want = _ours(x, ids, weights, of_stack(p, layer), lora, g), _ours(x, ids, weights, p, lora, g)
+        jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def test_a_base_that_learns_has_its_gradient_in_its_layer_alone(rng):
+    x, ids, weights, p, _, g = _problem(rng, "base")
+
+    def loss(p):
+        return jnp.sum(routed(x, ids, weights, p, None) * g)
+
+    want = jax.jit(jax.grad(loss))(p)
+    stack = {n: {"w": jnp.stack([leaf["w"], leaf["w"]])} for n, leaf in p.items()}
+    got = jax.jit(jax.grad(lambda s: loss({n: leaf | {"layer": jnp.int32(1)} for n, leaf in s.items()})))(stack)
+    for n in p:
+        np.testing.assert_array_equal(got[n]["w"][1], want[n]["w"])
+        assert not np.any(got[n]["w"][0])
+
+
+def test_policies_with_stacks_of_their_own_under_a_users_vmap(rng):
+    """Each policy's own experts, of another layer each."""
+    x, ids, weights, p, _, _ = _problem(rng, "base")
+    own = [jax.tree.map(lambda w, k=k: w * (1 + k), p) for k in range(2)]
+    stacks = jax.tree.map(lambda *w: jnp.stack(w), *(of_stack(one, layer) for one, layer in zip(own, (2, 0))))
+    got = jax.jit(jax.vmap(lambda p: routed(x, ids, weights, p, None)))(stacks)
+    _assert_close(got, np.stack([routed(x, ids, weights, one, None) for one in own]))
 
 
 @pytest.mark.parametrize("name", BLOCKS)

@@ -68,6 +68,38 @@ def test_products_and_gradients_equal_a_loop(sizes, index, transposed, rng):
         assert not np.any(np.asarray(results[0])[sum(SIZES[sizes]) :])
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("form", ["cpu", "accelerators", "pallas_gpu"])
+def test_matrices_may_begin_anywhere_in_a_stack(form, transposed, request, rng):
+    """One number in place of an index: those before and behind are not touched, be they NaN, and have no gradient."""
+    if form == "accelerators":
+        request.getfixturevalue("form_of_accelerators")
+    x, w, size, _, g = _problem(rng, SIZES["zeros"], 3, False, transposed)
+    G, first_ = len(w), 2
+    stack = jnp.full((G + 5, *w.shape[1:]), jnp.nan).at[first_ : first_ + G].set(w)
+    kernel = form if form == "pallas_gpu" else "auto"
+
+    def run(w, index):
+        y, vjp = jax.vjp(lambda x, w: grouped_matmul(x, w, size, index, transposed, kernel), x, w)
+        return y, *vjp(g)
+
+    (y, dx, dw), (y_, dx_, dw_) = jax.jit(run)(stack, jnp.int32(first_)), jax.jit(run)(w, None)
+    np.testing.assert_array_equal(y, y_)
+    np.testing.assert_array_equal(dx, dx_)
+    np.testing.assert_array_equal(dw[first_ : first_ + G], dw_)
+    assert not np.any(dw[:first_])
+    assert not np.any(dw[first_ + G :])
+
+    def each(x, w, first):
+        return grouped_matmul(x, w, size, first, transposed, kernel)
+
+    own = jnp.stack([stack, jnp.roll(stack, 3, axis=0)])
+    got = jax.jit(jax.vmap(each, in_axes=(None, 0, 0)))(x, own, jnp.int32([first_, first_ + 3]))
+    np.testing.assert_allclose(got, np.stack([y_, y_]), atol=1e-5)
+    got = jax.jit(jax.vmap(each, in_axes=(0, None, None)))(jnp.stack([x, 2 * x]), stack, jnp.int32(first_))
+    np.testing.assert_allclose(got, np.stack([y_, 2 * y_]), atol=1e-5)
+
+
 def test_a_matrix_may_serve_several_groups(rng):
     x, w, g = (rng.normal(size=s).astype(np.float32) for s in ((20, K), (2, K, N), (20, N)))
     size, index = jnp.array([4, 9, 7], jnp.int32), jnp.array([1, 0, 1], jnp.int32)

@@ -56,6 +56,14 @@ def test_values_are_those_of_float64(rng, form, case):
         close(FORMS[form](*args, scales), reference.packed_matmul(*args, scales), case[-1])
 
 
+def test_experts_may_be_those_of_one_of_several_layers(rng):
+    x, w, *rest = arguments(rng, *CASES[0])
+    stack = [jnp.full((3 * len(one), *one.shape[1:]), jnp.nan).at[len(one) : 2 * len(one)].set(one) for one in w]
+    run = FORMS["pallas_tpu"]
+    for got, want in zip(run(x, stack, *rest, first=jnp.int32(len(w[0]))), run(x, w, *rest), strict=True):
+        np.testing.assert_array_equal(got, want)
+
+
 @pytest.mark.parametrize("many", [3, 20], ids=lambda many: f"{many} adapters")  # of rank 16: half a chunk and less, and several chunks
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_not_finite_stays_with_its_adapter(rng, form, many):
