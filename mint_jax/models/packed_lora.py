@@ -30,6 +30,7 @@ from pallas_kernels.dispatch import Implementation, anything, named, run
 # AVX-512 cores, 2,048 rows, 32 experts of 512 x 512, four adapters: base alone 9 to 11 ms; with rank 4 / 8 / 16 the sum takes
 # 10.3 / 12.3 / 11.6 ms and the loop 10.9 / 12.7 / 11.8; with rank 32 / 64 the sum 15.2 / 15.7 and the loop 12.5 / 12.4.
 FEW_TERMS = 16
+FEW_ROWS = 128  # of an expert, on average, up to which packed matmul on a TPU is for rows without adapters too: a tile of it
 
 
 @struct.dataclass
@@ -256,22 +257,36 @@ def _table(table: Sequence[Implementation], grouped: Any, groups: Groups, kernel
 
 def _products_kernels(x, bases, sizes, adapters, kernels):
     kernel, adapters = _one_pass(kernels, bases), list(adapters)
-    first = next((n for n, one in enumerate(adapters) if all(one.factors)), None) if kernel != "xla" else None
-    if first is None:
+    first = next((n for n, one in enumerate(adapters) if all(one.factors)), None)
+    if kernel == "xla" or (first is None and not _reads_few(x, bases, sizes)):
         out = [_base_grouped(x, base, sizes, False, kernels.grouped_matmul) for base in bases]
-    else:  # a bucket with factors of all projections in the base's pass; others are added to what it makes
-        groups, factors, scale = adapters.pop(first)
-        _, (a, b) = _present(factors)
+        return tuple(_add(x, out, adapters, kernels))
+    # A bucket with factors of all projections in the base's pass, or one whose factors no row has; others are added to what it makes.
+    mine = adapters.pop(first) if first is not None else None
+    factor, scale = (jnp.full(x.shape[:1], -1, jnp.int32), None) if mine is None else (mine.groups.factor, mine.scale)
+    a, b = _nobodys(x, bases) if mine is None else _present(mine.factors)[1]
 
-        def two_passes(x, w, sizes, a, b, factor, scale, place):
-            index = {} if place is None else {"index": place}
-            base = [_base_grouped(x, {"w": one} | index, sizes, False, kernels.grouped_matmul) for one in w]
-            return tuple(_add(x, base, [Adapters(groups, tuple(zip(a, b)), scale)], kernels))
+    def two_passes(x, w, sizes, a, b, factor, scale, place):
+        index = {} if place is None else {"index": place}
+        base = [_base_grouped(x, {"w": one} | index, sizes, False, kernels.grouped_matmul) for one in w]
+        return tuple(_add(x, base, [] if mine is None else [Adapters(mine.groups, tuple(zip(a, b)), scale)], kernels))
 
-        table = (*(one for one in packed_matmul.MATMUL if one.platform), Implementation("xla", None, two_passes, anything))
-        args = x, [base["w"] for base in bases], sizes, a, b, groups.factor, scale, bases[0].get("index")
-        out = list(run("packed_matmul", table, kernel, args))
-    return tuple(_add(x, out, adapters, kernels))
+    table = (*(one for one in packed_matmul.MATMUL if one.platform), Implementation("xla", None, two_passes, anything))
+    args = x, [base["w"] for base in bases], sizes, a, b, factor, scale, bases[0].get("index")
+    return tuple(_add(x, list(run("packed_matmul", table, kernel, args)), adapters, kernels))
+
+
+def _reads_few(x: jax.Array, bases: Sequence[dict[str, jax.Array]], sizes: jax.Array) -> bool:
+    """Whether the kernel is for the base alone too: it takes whole stacks, where a ragged product gets a copy of a layer's experts.
+
+    With many rows of each expert that copy is little beside the product, whose tiles are then the larger ones.
+    """
+    return "index" in bases[0] and x.shape[0] <= FEW_ROWS * sizes.shape[0]
+
+
+def _nobodys(x: jax.Array, bases: Sequence[dict[str, jax.Array]]) -> tuple[list[jax.Array], list[jax.Array]]:
+    """Factors of one adapter of rank 8 for each projection; zeros."""
+    return tuple([jnp.zeros((1, 8, base["w"].shape[axis]), x.dtype) for base in bases] for axis in (1, 2))  # type: ignore[return-value]
 
 
 def _one_pass(kernels: Kernels, bases: Sequence[dict[str, jax.Array]]) -> str:

@@ -11,6 +11,7 @@ import torch
 
 from mint_jax.lora.apply import BoundAdapters
 from mint_jax.lora.tree import AdapterStack, name_slots
+from mint_jax.models.config import Kernels
 from mint_jax.models.expert_parallel import routed
 from mint_jax.models.experts import sort_rows
 from tests.marks import first
@@ -225,3 +226,21 @@ def test_rows_that_name_slots_equal_the_blocks_that_hold_them(name, rng):
     run = jax.jit(lambda x, ids, weights, stacks, slots: routed(x, ids, weights, p, name_slots(stacks, slots).in_layer(jnp.int32(1))))
     want = np.asarray(jax.jit(routed)(x, ids, weights, p, lora))
     _assert_close(run(x[order], ids[order], weights[order], stacks, slots), want[order])
+
+
+def test_the_tpus_kernel_serves_rows_without_adapters(rng):
+    """A layer of a stack whose others are NaN, rows that visit nobody, and experts that nobody visits."""
+    n, wide, experts = 21, 128, 5
+    p = {name: {"w": _normal(rng, (experts, wide, wide), wide**-0.5)} for name in WIDTHS}
+    x, weights = _normal(rng, (1, n, wide)), _normal(rng, (1, n, 2))
+    ids = np.stack([np.argsort(rng.random((n, experts - 1)), axis=-1)[:, :2]]).astype(np.int32)
+    ids[:, 3] = -1
+    run = jax.jit(lambda p, how: routed(x, ids, weights, p, None, how), static_argnums=1)
+    got = run(of_stack(p, 1), Kernels("xla", "xla", packed_matmul="pallas_tpu"))
+    w = {name: np.asarray(leaf["w"], np.float64) for name, leaf in p.items()}
+    want = np.zeros((1, n, wide))
+    for t, k in np.argwhere(ids[0] >= 0):
+        h, e = np.asarray(x[0, t], np.float64), ids[0, t, k]
+        gate = h @ w["gate"][e]
+        want[0, t] += np.asarray(weights[0, t, k], np.float64) * ((gate / (1 + np.exp(-gate)) * (h @ w["up"][e])) @ w["down"][e])
+    _assert_close(got, want)
