@@ -49,7 +49,6 @@ class RowBucket:
         form: scalar int32: 0 no row names a slot, 1 one slot, 2 several.
         distinct: ``[C]`` int32, the slots that rows name, each once; repeats of 0 behind them.
         order: ``[B]`` int32, where a row's slot stands in ``distinct``.
-        one: of the dense projections, as ``factors``, what form 1 multiplies by: see ``only_slot``.
     """
 
     factors: Any
@@ -58,33 +57,6 @@ class RowBucket:
     form: jax.Array
     distinct: jax.Array
     order: jax.Array
-    one: Any
-
-
-def only_slot(factors: Any, scale: jax.Array, slot: jax.Array, form: jax.Array) -> Any:
-    """The factors of the one slot that all rows name, ``[L, R, D]`` and ``[L, R, F]`` with the scale in the second, rank 2 at least.
-
-    Taken once a call, in front of all layers and steps: in every layer of every step it is a copy, a multiplication and a padding of
-    each factor, small operations whose number is what they cost. Zeros where rows name none or several, for nothing reads them then.
-    Leaves out factors of experts and of embedding tables, which take no form.
-    """
-
-    def take(tree: Any) -> Any:
-        if not {"a", "b"} <= tree.keys():
-            return {name: below for name, part in tree.items() if name != "embed" and (below := take(part))}
-        if tree["a"].ndim != 4:
-            return {}
-        return {"a": _two_ranks(tree["a"][:, slot]), "b": _two_ranks(tree["b"][:, slot] * scale[slot])}
-
-    def none() -> Any:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(take, factors))
-
-    return jax.lax.cond(form == 1, lambda: take(factors), none)
-
-
-def _two_ranks(x: jax.Array) -> jax.Array:
-    """Factors ``[P, R, .]``, those of rank 1 with a row of zeros: products of a matrix and a vector would have other bits."""
-    return jnp.pad(x, ((0, 0), (0, 1), (0, 0))) if x.shape[1] == 1 else x
 
 
 @struct.dataclass
@@ -103,8 +75,7 @@ class RowAdapters:
 
     def at(self, name: str) -> "RowAdapters":
         """The adapters below one name of the tree; buckets without it become empty."""
-        buckets = (dataclasses.replace(b, factors=b.factors.get(name, {}), one=b.one.get(name, {})) for b in self.buckets)
-        return dataclasses.replace(self, buckets=tuple(buckets))
+        return dataclasses.replace(self, buckets=tuple(dataclasses.replace(b, factors=b.factors.get(name, {})) for b in self.buckets))
 
     def in_layer(self, layer: jax.Array) -> "RowAdapters":
         """Those of one layer."""
@@ -178,8 +149,7 @@ class RowAdapters:
             P = -(-B // (BLOCK if fan == 1 else 2))  # with heads both forms have 2 fan rows, or they would be of two classes
             rows = -(-B // P)  # two at least, where there are: a row alone would be another class of products
             x_PW = jnp.pad(x, [(0, P * rows - B)] + [(0, 0)] * (x.ndim - 1)).reshape(P, rows, *x.shape[1:])
-            layer = 0 if self.layer is None else self.layer
-            factors = {name: jnp.broadcast_to(w[layer].astype(x.dtype), (P, *w.shape[1:])) for name, w in bucket.one.items()}
+            factors = self._take(bucket, jnp.broadcast_to(jnp.max(bucket.slots), (P,)), x.dtype)
             return fn(factors, x_PW).reshape(P * rows, T, d_out)[:B]
 
         def several() -> jax.Array:
@@ -214,7 +184,8 @@ class RowAdapters:
         layer = 0 if self.layer is None else self.layer
         a, b = bucket.factors["a"][layer, slots], bucket.factors["b"][layer, slots]
         b = b * bucket.scale[slots][:, None, None]
-        return {"a": _two_ranks(a).astype(dtype), "b": _two_ranks(b).astype(dtype)}
+        a, b = (jnp.pad(x, ((0, 0), (0, 1), (0, 0))) if x.shape[1] == 1 else x for x in (a, b))
+        return {"a": a.astype(dtype), "b": b.astype(dtype)}
 
     def embedded(self, tokens_BT: jax.Array, d_out: int, dtype: Any) -> jax.Array | None:
         """The deltas of the embedding, ``[B, T, D]``: of ``A [R, V]`` each row reads its tokens' columns alone."""

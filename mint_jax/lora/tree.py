@@ -25,7 +25,7 @@ from mint_jax.errors import UserError
 from mint_jax.lora.apply import BoundAdapters
 from mint_jax.lora.config import LINEAR_TARGETS, MAX_RANK, AdapterConfig, bucket_of  # noqa: F401 - others import them from here
 from mint_jax.lora.finite import all_finite
-from mint_jax.lora.rows import RowAdapters, RowBucket, only_slot
+from mint_jax.lora.rows import RowAdapters, RowBucket
 from mint_jax.params import ParamSpec
 
 ALL_LINEAR = "all-linear"  # every projection but embedding, unembedding and router, whatever the base calls them
@@ -317,8 +317,7 @@ def _row_bucket(stack: AdapterStack, slots_B: jax.Array) -> RowBucket:
     number = jnp.cumsum(leads) - 1
     distinct = jnp.zeros((C,), jnp.int32).at[jnp.where(leads, number, C)].set(slots_B, mode="drop")
     form = jnp.minimum(jnp.sum(leads), 2).astype(jnp.int32)
-    one = only_slot(stack.factors, stack.scale, jnp.max(slots_B), form)
-    return RowBucket(stack.factors, stack.scale, slots_B, form, distinct, number[first].astype(jnp.int32), one)
+    return RowBucket(stack.factors, stack.scale, slots_B, form, distinct, number[first].astype(jnp.int32))
 
 
 def adapter_nbytes(base_specs: Any, config: AdapterConfig) -> int:
