@@ -39,8 +39,10 @@ def detach(layers: Any) -> tuple[Any, Any]:
     """The parameters of a stack of layers without its experts' matrices, and those; None where there are none.
 
     A scan over layers slices what it is given, which is a copy, and a layer's experts are most of a model: as the scan's inputs all of
-    them were read and written in every step of decoding, also those that no token visits (Qwen3-30B-A3B has 128 of 1.2 GB a layer in
-    bfloat16, of which a row visits 8). So the loop closes over whole stacks, and products begin at a layer's first expert (``attach``).
+    them were read and written in every step of decoding, also those that no token visits (Qwen3-30B-A3B's 128 are 1.2 GB a layer in
+    bfloat16, and a row visits 8). Two cores, six layers of 64 experts of 512 x 384, float32, 4 visited: a step of 1, 8 and 32 rows took
+    105 to 138, 143 to 148 and 214 to 228 ms as slices, and 6.5 to 8.4, 51 to 53 and 105 to 132 so. So the loop closes over whole stacks,
+    and products begin at a layer's first expert (``attach``).
     """
     if "moe" not in layers:
         return layers, None

@@ -30,7 +30,9 @@ from pallas_kernels.dispatch import Implementation, anything, named, run
 # AVX-512 cores, 2,048 rows, 32 experts of 512 x 512, four adapters: base alone 9 to 11 ms; with rank 4 / 8 / 16 the sum takes
 # 10.3 / 12.3 / 11.6 ms and the loop 10.9 / 12.7 / 11.8; with rank 32 / 64 the sum 15.2 / 15.7 and the loop 12.5 / 12.4.
 FEW_TERMS = 16
-FEW_ROWS = 128  # of an expert, on average, up to which packed matmul on a TPU is for rows without adapters too: a tile of it
+# Rows of an expert, on average, up to which packed matmul on a TPU is for rows without adapters too: a tile of it. By reasoning, no TPU
+# has measured it: with fewer the copy that ``ragged_dot`` needs is more bytes than the rows.
+FEW_ROWS = 128
 
 
 @struct.dataclass
@@ -194,7 +196,7 @@ def _merge(P, batched, x, bases, sizes, adapters):
 def _of_policies(base: dict[str, jax.Array], batched: dict[str, bool], P: int, E: int) -> dict[str, jax.Array]:
     """Matrices of single policies, where each has its own."""
     index, of_index = base.get("index"), batched.get("index", False)
-    of_groups = each(following(index, E, of_index), of_index and index is not None, P)
+    of_groups = each(following(index, E, of_index), of_index, P)
     W = base["w"].shape[-3]
     own = {"index": (of_groups + W * jnp.arange(P, dtype=jnp.int32)[:, None]).reshape(-1)}
     return {name: joined(leaf, batched[name], P) for name, leaf in base.items() if name != "index"} | own
