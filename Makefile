@@ -13,7 +13,10 @@ WORKDIR ?= runs/quickstart
 JOBS ?= 3
 # Files for make test, test-long and test-slow; all by default.
 TESTS ?=
-PYTEST = $(BIN)/python -m pytest -ra --durations=60 -n $(JOBS) --dist loadfile --no-loadscope-reorder
+# A test that hangs ends the run: its threads' stacks are printed, and its name. CI once took 75 minutes to say nothing.
+HANGS_AFTER ?= 600
+PYTEST = $(BIN)/python -m pytest -ra --durations=60 -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0 \
+  -o faulthandler_timeout=$(HANGS_AFTER) -o faulthandler_exit_on_timeout=true
 CONFIG ?= configs/quickstart.py
 export JAX_PLATFORMS ?= $(if $(filter cuda tpu,$(EXTRAS)),,cpu)
 
@@ -61,9 +64,11 @@ test: setup-dev
 
 # Tens of seconds each, compiled as for users; CODE=quick as make test does (tests/compiled.py), a third of the time.
 CODE ?= users
+test-long: HANGS_AFTER = 900
 test-long: setup-dev
 	MINT_TEST_CODE=$(CODE) $(PYTEST) -q -m "long and not slow$(if $(filter users,$(CODE)),, and not users)" $(TESTS)
 
+test-slow: HANGS_AFTER = 10800
 test-slow: setup-dev
 	MINT_TEST_CODE=users $(PYTEST) -v -m "slow or bits" $(TESTS)
 

@@ -31,6 +31,7 @@ from mint_jax import host
 from mint_jax.mesh import make_mesh, single_device_mesh
 from mint_jax.models import base as base_lib
 from tests.at_once import pytest_configure as pytest_configure
+from tests.marks import mark_long_cases
 
 # How long an example takes says how busy the machine is; examples are new in every run, and the one that failed is printed.
 hypothesis.settings.register_profile(
@@ -46,8 +47,10 @@ jax.devices()  # reads XLA_FLAGS once and for all: tests change the variable for
 LIGHT = {"catalog", "data", "envs", "bench", "aot", "service"}  # folders whose files take seconds
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(tryfirst=True)  # before marks are read
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files of minutes come first and the light ones last, so that all processes end together."""
+    mark_long_cases(items, whole_files=not any("::" in arg for arg in config.args))
     items.sort(key=lambda item: item.path.parent.name in LIGHT or "faults" in item.path.parts)
 
 
