@@ -119,14 +119,15 @@ class Plan:
         mesh: of compile-only devices, or any others.
         dtype: of the base, activations and caches; adapters in training are float32.
         adapter: shape of every policy's adapter.
+        quantise: how the base's matrices are stored, see ``models.quantised``.
 
     Raises:
         UserError: the mesh does not divide a dimension of the base or of the adapters.
     """
 
-    def __init__(self, cfg: ModelConfig, mesh: Mesh, dtype: Any, adapter: AdapterConfig):
+    def __init__(self, cfg: ModelConfig, mesh: Mesh, dtype: Any, adapter: AdapterConfig, quantise: str = ""):
         self.cfg, self.mesh, self.dtype, self.adapter = cfg, mesh, dtype, adapter
-        self.specs = transformer.abstract(cfg, dtype)
+        self.specs = transformer.abstract(cfg, dtype, quantise)
         self.params = params_lib.abstract(self.specs, sharding.shardings(self.specs, mesh))
         factors = lora_tree.stack_specs(self.specs, adapter.targets, adapter.bucket, 1)
         self.factors = {path: sharding.sharding_of(spec, mesh) for path, spec in params_lib.leaves_with_path(factors)}

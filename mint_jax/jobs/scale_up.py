@@ -21,6 +21,7 @@ from mint_jax.jobs import common, report, settings
 from mint_jax.jobs.common import Config, say
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
+from mint_jax.models import transformer
 from mint_jax.models.base import DTYPES
 from mint_jax.models.config import Kernels, from_hf
 from pallas_kernels import dispatch
@@ -42,6 +43,7 @@ class Settings:
         kernels: which implementation each of our own kernels has.
         margin: of the memory of each device, to stay free.
         hlo: write the compiled programs beside the result.
+        quantise: int8 or float8: the base's matrices in 8 bits; empty: as dtype says.
         adapter: of every policy.
         train: the training step.
         rollout: sampling.
@@ -57,6 +59,7 @@ class Settings:
     kernels: Kernels = Kernels()
     margin: float = 0.05
     hlo: bool = False
+    quantise: str = ""
     adapter: AdapterConfig
     train: TrainShape
     rollout: RolloutShape
@@ -73,13 +76,13 @@ class Question:
             raise choice("dtype", config.dtype, DTYPES)
         self.name, self.dtype, self.margin = config.base, DTYPES[config.dtype], float(config.margin)
         self.cfg = from_hf(config.model.to_dict()).replace(kernels=common.kernels_of(config))
-        self.sizes = dict(config.mesh)
+        self.sizes, self.quantise = dict(config.mesh), config.quantise
         self.adapter = common.build(AdapterConfig, config.adapter, "adapter")
         self.train = common.build(TrainShape, config.train, "train")
         self.rollout = common.build(RolloutShape, config.rollout, "rollout")
 
     def plan(self, target: chips.Target) -> Plan:
-        return Plan(self.cfg, mesh_lib.make_mesh(self.sizes, list(target.devices)), self.dtype, self.adapter)
+        return Plan(self.cfg, mesh_lib.make_mesh(self.sizes, list(target.devices)), self.dtype, self.adapter, self.quantise)
 
     def measured(self, plan: Plan, target: chips.Target) -> Iterator[Measured]:
         """Each program as it is compiled, with a line before and after."""
@@ -144,7 +147,8 @@ def _smallest(question: Question, chip: str) -> tuple[chips.Target, Plan, list[M
 
 
 def _result(question: Question, plan: Plan, target: chips.Target, measured: list[Measured]) -> dict[str, Any]:
-    base, one = params_lib.count(plan.specs), params_lib.count(lora_tree.adapter_specs(plan.specs, question.adapter))
+    base = params_lib.count(transformer.abstract(question.cfg))  # in 8 bits it has scales too, which are none
+    one = params_lib.count(lora_tree.adapter_specs(plan.specs, question.adapter))
     return {
         "job": "scale_up",
         "model": question.name,
@@ -153,6 +157,7 @@ def _result(question: Question, plan: Plan, target: chips.Target, measured: list
         "devices": len(target.devices),
         "mesh": dict(plan.mesh.shape),
         "hbm_bytes_per_device": target.hbm,
+        "quantise": question.quantise,
         "parameters": base,
         "base_bytes_per_device": plan.base_bytes,
         "adapter_parameters": one,

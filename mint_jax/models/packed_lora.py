@@ -268,22 +268,25 @@ def _products_kernels(x, bases, sizes, adapters, kernels):
     factor, scale = (jnp.full(x.shape[:1], -1, jnp.int32), None) if mine is None else (mine.groups.factor, mine.scale)
     a, b = _nobodys(x, bases) if mine is None else _present(mine.factors)[1]
 
-    def two_passes(x, w, sizes, a, b, factor, scale, place):
+    def two_passes(x, w, sizes, a, b, factor, scale, place, columns):
         index = {} if place is None else {"index": place}
-        base = [_base_grouped(x, {"w": one} | index, sizes, False, kernels.grouped_matmul) for one in w]
+        scales = [{}] * len(w) if columns is None else [{"scale": one} for one in columns]
+        base = [_base_grouped(x, {"w": one} | index | of, sizes, False, kernels.grouped_matmul) for one, of in zip(w, scales)]
         return tuple(_add(x, base, [] if mine is None else [Adapters(mine.groups, tuple(zip(a, b)), scale)], kernels))
 
     table = (*(one for one in packed_matmul.MATMUL if one.platform), Implementation("xla", None, two_passes, anything))
-    args = x, [base["w"] for base in bases], sizes, a, b, factor, scale, bases[0].get("index")
+    columns = [base["scale"] for base in bases] if "scale" in bases[0] else None
+    args = x, [base["w"] for base in bases], sizes, a, b, factor, scale, bases[0].get("index"), columns
     return tuple(_add(x, list(run("packed_matmul", table, kernel, args)), adapters, kernels))
 
 
 def _reads_few(x: jax.Array, bases: Sequence[dict[str, jax.Array]], sizes: jax.Array) -> bool:
-    """Whether the kernel is for the base alone too: it takes whole stacks, where a ragged product gets a copy of a layer's experts.
+    """Whether the kernel is for the base alone too: it takes whole stacks, and matrices of 8 bits as they are, where a ragged product gets
+    a copy of a layer's experts, in the dtype of ``x``.
 
     With many rows of each expert that copy is little beside the product, whose tiles are then the larger ones.
     """
-    return "index" in bases[0] and x.shape[0] <= FEW_ROWS * sizes.shape[0]
+    return not {"index", "scale"}.isdisjoint(bases[0]) and x.shape[0] <= FEW_ROWS * sizes.shape[0]
 
 
 def _nobodys(x: jax.Array, bases: Sequence[dict[str, jax.Array]]) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -298,9 +301,9 @@ def _one_pass(kernels: Kernels, bases: Sequence[dict[str, jax.Array]]) -> str:
         ValueError: a kernel that cannot serve is named.
     """
     kernel = kernels.packed_matmul
-    if any("scale" in base or ("index" in base and base["index"].ndim) for base in bases):
+    if any("index" in base and base["index"].ndim for base in bases):
         if named(kernel):
-            raise ValueError(f"packed_matmul by {kernel}: experts' matrices are quantised, or of single policies; choose auto or xla")
+            raise ValueError(f"packed_matmul by {kernel}: experts' matrices are of single policies; choose auto or xla")
         return "xla"
     return "xla" if kernel == "auto" and {kernels.packed_lora, kernels.grouped_matmul} != {"auto"} else kernel
 

@@ -55,6 +55,7 @@ ROWS = (8, 32, 128)  # shapes of decoding: the smallest that holds the rows ther
 CPU_BLOCKS, BLOCKS = 4, 16
 DRAWN = 2  # what a token that is drawn counts beside one that is prefilled, where tenants share (arXiv 2401.00588, section 3.1)
 READS = 4  # calls of prefill between two dispatches while the engine serves: 512 tokens on a CPU, 2,048 elsewhere
+COUNTS = ("prefills", "prefilled_tokens", "reused_tokens", "decodes", "drawn_tokens", "preempted")  # all are shown from the start, as 0
 LOOK_S = 0.02  # how long new requests may go unseen while all that are there wait for adapters
 
 
@@ -158,7 +159,7 @@ class Engine:
         wanted_blocks = CPU_BLOCKS if base.mesh.devices.flat[0].platform == "cpu" else BLOCKS
         self.blocks = -(-wanted_blocks // even) * even
         self.table = longest_table(base.cfg.context)
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
         self._grammars = Grammars(base)
         self.calls = Calls(base, keep_routes, [*self.rows, self.blocks, self.table])
         self.cache = Cache(base, self.rows[-1], self.calls, cache_bytes)

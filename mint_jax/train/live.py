@@ -40,6 +40,7 @@ from mint_jax.train.losses import KINDS, LossCoefs
 from mint_jax.train.state import Hyper, OptimizerConfig, State, TrainStack
 
 SHAPES = (BlockShape(1, 1, 256), BlockShape(8, 1, 256), BlockShape(1, 1, 1024), BlockShape(4, 1, 1024), BlockShape(1, 1, 1024, 32))
+COUNTS = ("steps", "tokens", "padded_tokens", "slots_written", "slots_read", "spills_written", "spills_read")  # shown from the start, as 0
 NO_LOSS = LossCoefs(KINDS.index("cross_entropy"), 0.0, np.inf, 0, 0.0, 0.0, np.inf, 0.0)  # type: ignore[arg-type]
 
 
@@ -152,7 +153,7 @@ class Live:
         self.targets = lora_tree.spelled_out(AdapterConfig(1, targets=tuple(targets)), self.specs).targets
         self.slots = dict(sorted(slots.items()))
         self.host_bytes, self.folder = host_bytes, folder
-        self.counts: collections.Counter[str] = collections.Counter()
+        self.counts: collections.Counter[str] = collections.Counter(dict.fromkeys(COUNTS, 0))
         self.costs: dict[tuple[BlockShape, bool], float] = {}
         self._policies: dict[str, _Policy] = {}
         self._free = {bucket: list(range(n))[::-1] for bucket, n in self.slots.items()}

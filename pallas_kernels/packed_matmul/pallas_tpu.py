@@ -3,7 +3,8 @@
 Rows are cut into tiles, and a tile meets its experts one after another (``visits``). The matrices of a visit are blocks that Pallas fetches
 a visit ahead, once for visits of the same expert that follow each other. The factors of a visit's adapters come in chunks that fill 128
 columns, as in ``packed_lora``, the first of them while the visit before is computed. A visit's product and that of its first chunk are
-one sum, which is written once, into the rows that are the expert's own.
+one sum, which is written once, into the rows that are the expert's own. Matrices of 8 bits travel so, and are converted in the core's
+memory: as an operand of a product outside they would be written in 16 bits, all experts of a layer, and read again.
 
 Side by side 0 x NaN is NaN: an adapter's NaN in B would reach all rows of its visit. The sum of all that a visit makes shows it. Then the
 visit is computed once more by the same code, with zeros in place of what is not finite in B, and NaN is put where it belongs: other rows
@@ -39,20 +40,30 @@ def config(x: jax.Array, sizes: jax.Array) -> Config:
     return Config(rows=min(128, max(32, pl.next_power_of_2(2 * average))))
 
 
-def require(x: jax.Array, w: Arrays, sizes: jax.Array, a: Arrays, b: Arrays, *rest: Any) -> None:
+def require(
+    x: jax.Array,
+    w: Arrays,
+    sizes: jax.Array,
+    a: Arrays,
+    b: Arrays,
+    factor: jax.Array | None = None,
+    scale: jax.Array | None = None,
+    first: jax.Array | None = None,
+    columns: Arrays | None = None,
+) -> None:
     """Whether ``matmul`` can serve these.
 
     Raises:
         NotImplementedError: with the reason.
     """
     tiles.require(x, a, b)
-    if wrong := [one.dtype for one in w if one.dtype != x.dtype]:
-        raise NotImplementedError(f"experts' matrices are {wrong[0]} and rows {x.dtype}; equal ones are served")
+    if columns is None and (wrong := [one.dtype for one in w if one.dtype != x.dtype]):
+        raise NotImplementedError(f"experts' matrices are {wrong[0]} and rows {x.dtype}; equal ones are served, or 8 bits with scales")
     how, M = config(x, sizes), x.shape[0]
     tile = tiles.tile_rows(x, how)
     if not M or -(-M // tile) + min(M, sizes.shape[0]) > MOST_VISITS:
         raise NotImplementedError(f"{M} rows of {sizes.shape[0]} experts; from 1 row to {MOST_VISITS} visits are served")
-    blocks = [*((tile, one.shape[2], x.dtype) for one in w), (tile, x.shape[1], x.dtype), *((*one.shape[1:], x.dtype) for one in w)]
+    blocks = [*((tile, one.shape[2], x.dtype) for one in w), (tile, x.shape[1], x.dtype), *((*one.shape[1:], one.dtype) for one in w)]
     tiles.require_room(_scratch(x, a, b, how), blocks, x)
 
 
@@ -66,11 +77,11 @@ def _scratch(x: jax.Array, a: Arrays, b: Arrays, how: Config) -> list[Any]:
     ]
 
 
-def _kernel(tile_V, expert_V, meta, ahead, local, *refs, K: int, C: int, R: int, columns: int, scaled: bool) -> None:
-    del expert_V
+def _kernel(tile_V, expert_V, first, meta, ahead, local, *refs, K: int, C: int, R: int, columns: int, scaled: bool, eight: bool) -> None:
+    del expert_V, first
     T = local.shape[2]
     scale, refs = (tiles.as_column(refs[0][0], T), refs[1:]) if scaled else (None, refs)
-    x, (w, a, b, out, a_buf, b_buf, h_refs, bad_refs) = refs[0], (refs[1 + K * i : 1 + K * (i + 1)] for i in range(8))
+    x, [w, *of_columns, a, b, out, a_buf, b_buf, h_refs, bad_refs] = refs[0], [refs[1 + K * i : 1 + K * (i + 1)] for i in range(8 + eight)]
     sem, begin = refs[-2:]
     v, of = pl.program_id(0), tiles.Rows(local, T, C, R)
     fresh = (v == 0) | (tile_V[v] != tile_V[jnp.maximum(v - 1, 0)])  # nothing is written in the tile yet
@@ -91,7 +102,8 @@ def _kernel(tile_V, expert_V, meta, ahead, local, *refs, K: int, C: int, R: int,
         return tiles.over(out[k].shape[1], tiles.block_of(out[k].shape[1], columns), body, carry)
 
     def based(k: int, at: Any) -> jax.Array:
-        return dot(x[...], w[k][:, at], (1, 0))
+        made = dot(x[...], w[k][:, at], (1, 0))
+        return made * of_columns[0][k][:, at] if eight else made
 
     def made(k: int, at: Any) -> jax.Array:
         return out[k][:, at].astype(jnp.float32)
@@ -203,6 +215,7 @@ def matmul(
     factor: jax.Array,
     scale: jax.Array | None = None,
     first: jax.Array | None = None,
+    columns: Arrays | None = None,
     how: Config | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
@@ -212,6 +225,7 @@ def matmul(
         scale: ``[M]`` of each row.
         first: int32, where the first expert's matrix stands in ``w``, which may have those of other layers too: a slice of it would be a
             copy of every expert, the ones that nobody visits among them.
+        columns: ``[E, F_k]`` float32, by which ``x w_k`` is multiplied: scales of matrices of 8 bits.
     """
     how = how or config(x, sizes)
     (M, D), K, (W, R, _) = x.shape, len(w), a[0].shape
@@ -219,26 +233,28 @@ def matmul(
     widths = [one.shape[2] for one in w]
     visits = visits_of(sizes, jnp.minimum(factor, W - 1), T)
     N, last = -(-M // T), visits.tile.shape[0] - 1
-    expert = visits.expert if first is None else visits.expert + first
+    place = jnp.reshape(0 if first is None else first, (1,)).astype(jnp.int32)
     here = [jax.ShapeDtypeStruct((sizes.shape[0], *one.shape[1:]), one.dtype) for one in w]
     scales = [] if scale is None else [jnp.pad(scale.astype(jnp.float32), (0, N * T - M)).reshape(N, 1, T)]
-    rows, *results = (pl.BlockSpec((T, n), lambda v, tile, expert: (tile[v], 0)) for n in (D, *widths))
+    rows, *results = (pl.BlockSpec((T, n), lambda v, tile, *_: (tile[v], 0)) for n in (D, *widths))
+    of_columns = [] if columns is None else [one.astype(jnp.float32)[:, None] for one in columns]
 
     def runs(step: int) -> Any:
         return pl.BlockSpec((1, 1, visits.meta.shape[2]), lambda v, *_: (jnp.minimum(v + step, last), 0, 0), memory_space=pltpu.SMEM)
 
     made = pl.pallas_call(
-        functools.partial(_kernel, K=K, C=C, R=R, columns=how.columns, scaled=scale is not None),
+        functools.partial(_kernel, K=K, C=C, R=R, columns=how.columns, scaled=scale is not None, eight=columns is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
+            num_scalar_prefetch=3,
             grid=(visits.total,),
             in_specs=[
                 runs(0),
                 runs(1),
                 pl.BlockSpec((1, 1, T), lambda v, *_: (v, 0, 0)),
-                *(pl.BlockSpec((1, 1, T), lambda v, tile, expert: (tile[v], 0, 0)) for _ in scales),
+                *(pl.BlockSpec((1, 1, T), lambda v, tile, *_: (tile[v], 0, 0)) for _ in scales),
                 rows,
-                *(pl.BlockSpec((None, *one.shape[1:]), lambda v, tile, expert: (expert[v], 0, 0)) for one in w),
+                *(pl.BlockSpec((None, *one.shape[1:]), lambda v, tile, expert, first: (expert[v] + first[0], 0, 0)) for one in w),
+                *(pl.BlockSpec((None, 1, one.shape[2]), lambda v, tile, expert, first: (expert[v], 0, 0)) for one in of_columns),
                 *[pl.BlockSpec(memory_space=pl.ANY)] * (2 * K),
             ],
             out_specs=results,
@@ -249,5 +265,5 @@ def matmul(
         cost_estimate=tiles.estimate(cost.packed_matmul(x, here, a, b)),
         interpret=interpret,
         name="packed_matmul",
-    )(visits.tile, expert, visits.meta, visits.meta, visits.local, *scales, x, *w, *a, *b)
+    )(visits.tile, visits.expert, place, visits.meta, visits.meta, visits.local, *scales, x, *w, *of_columns, *a, *b)
     return tuple(made)

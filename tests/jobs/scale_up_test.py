@@ -182,6 +182,7 @@ def test_weights_that_do_not_fit_are_not_compiled(config, tmp_path, monkeypatch)
         ({"mesh.tensor": 1, "mesh.fsdp": 1, "mesh.expert": 1, "mesh.data": -1, "rollout.prompts": 6}, "rollout.prompts is 6 rows"),
         ({"model.num_key_value_heads": 1, "model.head_dim": 129}, "does not divide dimension 'kv_heads'"),
         ({"adapter.targets": ("q", "z")}, "target 'z' is not a projection"),
+        ({"quantise": "int4"}, "quantise is 'int4'"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
@@ -242,6 +243,15 @@ def test_a_tiny_sparse_model_compiles_with_adapters_on_its_experts(config, tmp_p
     result = scale_up.run(config, tmp_path)
     assert result["fits"] == 1
     assert all(result[name]["kernels"] > 0 for name in ("train", "prefill", "decode")), "grouped products are the compiler's own kernels"
+
+
+def test_a_base_in_8_bits_takes_about_half(config):
+    config.model, config.adapter = ConfigDict(SPARSE), ConfigDict({"rank": 8, "alpha": 8.0, "targets": ("all-linear",)})
+    sizes = []
+    for config.quantise in ("", "int8", "float8"):
+        sizes.append(scale_up.Question(config).plan(chips.target("v5e:2x2")).base_bytes)
+    assert sizes[1] == sizes[2]
+    assert 0.45 < sizes[1] / sizes[0] < 0.65, "embeddings and routers stay in 16 bits"
 
 
 def test_another_adapter_costs_its_own_bytes_and_nothing_else(config):

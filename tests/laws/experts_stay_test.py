@@ -113,14 +113,15 @@ def test_the_check_sees_a_layer_that_is_copied():
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("quantise", ["", "int8", "float8"])
 @pytest.mark.parametrize("targets", [("all-linear",), ("q", "o")], ids=["adapters of experts", "of attention"])
-def test_a_tpu_reads_experts_from_where_they_are(targets):
+def test_a_tpu_reads_experts_from_where_they_are(targets, quantise):
     """Ahead of time: the kernel takes the whole stack, so that a step of decoding has no room for a layer's experts."""
     D, F, E = 2048, 768, 128  # so large that the compiler does not bring a stack into a core's memory
     shape = {"vocab_size": 1024, "d_model": D, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "d_ff": 256}
     cfg = ModelConfig("qwen3_moe", **shape, qk_norm=True, experts=Experts(count=E, per_token=4, width=F))
     target = chips.target("v5e:2x4")
-    plan = programs.Plan(cfg, make_mesh({"expert": 8}, list(target.devices)), jnp.bfloat16, AdapterConfig(4, targets=targets))
+    plan = programs.Plan(cfg, make_mesh({"expert": 8}, list(target.devices)), jnp.bfloat16, AdapterConfig(4, targets=targets), quantise)
     decode = plan.sampling(programs.RolloutShape(adapters=2, prompts=8, rollouts=2, prompt_tokens=128, new_tokens=128))[1]
     m = measure(decode, plan.mesh, target)
     assert "packed_matmul" in m.text

@@ -1,5 +1,7 @@
 """An 8-bit base: the values it stores, the bytes it takes, and that it computes what its dequantised weights would."""
 
+import dataclasses
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,9 @@ from mint_jax.errors import UserError
 from mint_jax.mesh import make_mesh
 from mint_jax.models import base as base_lib
 from mint_jax.models import quantised, transformer
+from mint_jax.models.config import Kernels
 from mint_jax.models.transformer import Inputs, hidden_states, logits
+from pallas_kernels import packed_matmul
 
 STEP = {"int8": 0.5 / 127, "float8": 1 / 16}  # of a channel's largest value; half a step of 8 bits, of a 3-bit mantissa
 
@@ -55,6 +59,30 @@ def test_computes_as_its_dequantised_weights(rng, hf_dirs, mesh, family, kind):
     np.testing.assert_allclose(mine, run(plain, tokens), atol=1e-4 * np.abs(mine).max())
     exact = run(base_lib.load(str(hf_dirs(family)), mesh), tokens)
     assert np.abs(mine - exact).max() > 0, "nothing was quantised"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", quantised.KINDS)
+@pytest.mark.parametrize("family", ["qwen3_moe_wide", "deepseek_v3_wide"])
+def test_a_tpus_kernel_takes_experts_as_they_are_stored(rng, hf_dirs, mesh, family, kind, monkeypatch):
+    """Interpreted, with and without adapters; ``train/kernels_test`` shows its gradients."""
+    taken = []
+
+    def counted(*args, **how):
+        taken.append({one.dtype for one in args[1]})
+        return packed_matmul.pallas_tpu.matmul(*args, **how)
+
+    table = tuple(one._replace(call=counted) if one.platform else one for one in packed_matmul.MATMUL)
+    monkeypatch.setattr(packed_matmul, "MATMUL", table)
+    base = base_lib.load(str(hf_dirs(family)), mesh, quantise=kind)
+    tokens = rng.integers(3, 97, (2, 12)).astype(np.int32)
+    by_xla = run(base, tokens)
+    taken.clear()  # it is traced for other platforms too
+    kernel = Kernels("xla", "xla", packed_attention="xla", packed_matmul="pallas_tpu")
+    mine = run(dataclasses.replace(base, cfg=base.cfg.replace(kernels=kernel)), tokens)
+    assert taken
+    assert all(dtypes == {quantised.KINDS[kind][0]} for dtypes in taken)
+    np.testing.assert_allclose(mine, by_xla, atol=1e-4 * np.abs(by_xla).max())  # float32, summed in another order
 
 
 def test_matrices_take_a_quarter_of_float32(hf_dirs, mesh):

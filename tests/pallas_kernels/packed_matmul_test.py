@@ -10,6 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import SingleDeviceSharding
 
 from mint_jax.aot import chips
+from mint_jax.models import quantised
 from pallas_kernels import cost, dispatch, packed_matmul
 from pallas_kernels.packed_matmul import pallas_tpu, reference, shapes, visits, xla
 from tests.marks import first
@@ -62,6 +63,22 @@ def test_experts_may_be_those_of_one_of_several_layers(rng):
     run = FORMS["pallas_tpu"]
     for got, want in zip(run(x, stack, *rest, first=jnp.int32(len(w[0]))), run(x, w, *rest), strict=True):
         np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("case", first(1, [CASES[i] for i in (1, 0, 3, 4)]), ids=str)
+@pytest.mark.parametrize("kind", quantised.KINDS)
+def test_matrices_may_be_of_8_bits_with_a_scale_for_each_column(rng, kind, case):
+    """Of one of several layers, whose scales are the layer's own."""
+    x, w, sizes, a, b, factor = arguments(rng, *case)
+    small = [quantised.quantise(np.array(one, np.float32) * rng.uniform(0.1, 10, (len(one), 1, one.shape[2])), kind) for one in w]
+    stack = [jnp.concatenate([jnp.array(q), -jnp.array(q)]) for q, _ in small]
+    columns = [jnp.array(scale) for _, scale in small]
+    rest = sizes, a, b, factor, jnp.array(rng.uniform(0.5, 2, case[0]), jnp.float32)
+    wanted = reference.packed_matmul(x, [np.float64(q) * scale[:, None] for q, scale in small], *rest)
+    other = reference.packed_matmul(x, [-np.float64(q) * scale[:, None] for q, scale in small], *rest)
+    run = FORMS["pallas_tpu"]
+    close(run(x, stack, *rest, first=jnp.int32(0), columns=columns), wanted, case[-1])
+    close(run(x, stack, *rest, first=jnp.int32(len(w[0])), columns=columns), other, case[-1])
 
 
 @pytest.mark.parametrize("many", [3, 20], ids=lambda many: f"{many} adapters")  # of rank 16: half a chunk and less, and several chunks
@@ -190,17 +207,22 @@ def test_bytes_are_those_of_the_two_with_rows_moved_once(rng):
 CHIPS = ("v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1")
 
 
-def check_compiled(chip: str, shape: shapes.Shape) -> None:
+def check_compiled(chip: str, shape: shapes.Shape, kind: str | None = None) -> None:
     device = chips.target(chip).devices[0]
 
     def spec(*dims, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(dims, dtype, sharding=SingleDeviceSharding(device))
 
     M, D, E, W, R = shape.rows, shape.d_in, shape.experts, shape.experts * shape.adapters, shape.rank
-    args = spec(M, D), [spec(E, D, F) for F in shape.d_out], spec(E, dtype=jnp.int32), [spec(W, R, D) for _ in shape.d_out]
+    of_experts = quantised.KINDS[kind][0] if kind else jnp.bfloat16
+    w, columns = ([spec(E, *dims, F, dtype=of) for F in shape.d_out] for dims, of in (((D,), of_experts), ((), jnp.float32)))
+    args = spec(M, D), w, spec(E, dtype=jnp.int32), [spec(W, R, D) for _ in shape.d_out]
     args = (*args, [spec(W, R, F) for F in shape.d_out], spec(M, dtype=jnp.int32))
+    call = packed_matmul.packed_matmul
+    if kind:
+        args, call = (*args, None, spec(dtype=jnp.int32), columns), pallas_tpu.matmul
     with jax.default_device(device):
-        made = jax.jit(packed_matmul.packed_matmul).lower(*args).compile()
+        made = jax.jit(call).lower(*args).compile()
     assert made.as_text().count('custom_call_target="tpu_custom_call"') == 1, (shape, "the kernel, and nothing in its place")
     assert made.memory_analysis().temp_size_in_bytes < 3 << 20, shape  # numbers of rows, runs and visits
 
@@ -209,6 +231,14 @@ def check_compiled(chip: str, shape: shapes.Shape) -> None:
 @pytest.mark.parametrize("chip", first(1, CHIPS))
 def test_a_tpus_compiler_takes_the_kernel_with_nothing_large_beside_it(chip):
     check_compiled(chip, shapes.SHAPES[0])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("kind", quantised.KINDS)
+def test_a_tpus_compiler_takes_matrices_of_8_bits(chip, kind):
+    for shape in (shapes.SHAPES[1], shapes.SHAPES[2]):
+        check_compiled(chip, shape, kind)
 
 
 @pytest.mark.long
