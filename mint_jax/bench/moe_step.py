@@ -4,7 +4,8 @@ the same adapters by ``jax.lax.ragged_dot`` over groups of (expert, slot).
 ``forward_backward_overhead`` is the time with P policies over the time without adapters, less 1. ``ratio_ragged`` is the other
 formulation's time over ours, both with the same base products, so that only the adapters' differ; it runs at the smaller
 ``config.ragged`` sizes, which is the layer to quote it for: on CPU ``ragged_dot`` multiplies every row by every group. ``parts`` times each
-projection alone, with and without adapters. Attention is left out: it is the same on every side.
+projection alone, with and without adapters. ``decode_ratio_sliced`` is of a step in which each of so many rows has one token: the time
+with a layer's experts as the scan's inputs, which are copies, over ours. Attention is left out: it is the same on every side.
 
 Axes: N tokens, M rows (a token and one of its experts), E experts, X experts of a token, D model width, F expert width,
 L layers, P policies, R rank, G groups.
@@ -17,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from ml_collections import ConfigDict
 
 from mint_jax import params as params_lib
 from mint_jax.bench import timing
@@ -61,10 +63,10 @@ class _Stack:
             factors[name] = {"a": a * d_in**-0.5, "b": 0.01 * b}
         return BoundAdapters(({"experts": factors},), (policies,))
 
-    def forward(self, x_BTD: jax.Array, lora: BoundAdapters | None, params: Any, through: Routed) -> jax.Array:
-        """``[B, T, D]`` behind all layers; ``through`` computes the experts."""
+    def forward(self, x_BTD: jax.Array, lora: BoundAdapters | None, params: Any, through: Routed, sliced: bool = False) -> jax.Array:
+        """``[B, T, D]`` behind all layers; ``through`` computes the experts. ``sliced``: the scan slices them out of their stacks."""
 
-        layers, stacks = experts.detach({"moe": params})  # as the decoder has them
+        layers, stacks = ({"moe": params}, None) if sliced else experts.detach({"moe": params})  # the latter as the decoder
 
         def layer(x, inputs):
             p, number, lora = inputs
@@ -76,12 +78,12 @@ class _Stack:
 
         return jax.lax.scan(layer, x_BTD, (layers, jnp.arange(self.size.layers), lora))[0]
 
-    def side(self, policies: int, through: Routed, backward: bool) -> Callable[[], Any]:
+    def side(self, policies: int, through: Routed, backward: bool, sliced: bool = False) -> Callable[[], Any]:
         """One pass as a call that can be timed; backward forms the gradients of the tokens and of the adapters."""
         lora = self.adapters(policies) if policies else None
 
         def forward(x, lora, params):
-            return self.forward(x, lora, params, through)
+            return self.forward(x, lora, params, through, sliced)
 
         def both(x, lora, params, g):
             y, vjp = jax.vjp(lambda x, lora: forward(x, lora, params), x, lora)
@@ -158,8 +160,19 @@ def run(config: Any, workdir: Path, **_: Any) -> dict[str, Any]:
     report["ratio_ragged"] = timing.ratio(times, "ragged", "ours")
     report["ragged_seconds"] = timing.medians_of(times)
     report["ragged_difference"] = _difference(small, middle)
+    report |= {"decode_size": config.decode.to_dict(), "decode_ratio_sliced": _decode(config)}
     _draw(report, workdir / "moe_step.png")
     return report
+
+
+def _decode(config: Any) -> dict[str, timing.Figure]:
+    """By rows: the time of a step with slices of experts over that without."""
+    out = {}
+    for rows in config.decode.rows:
+        stack = _Stack(ConfigDict(config.decode.to_dict() | {"rows": rows, "tokens": 1}), config.rank, config.seed)
+        sides = {name: stack.side(0, routed, False, name == "sliced") for name in ("sliced", "ours")}
+        out[str(rows)] = timing.ratio(timing.in_turn(f"decode {rows}", sides, config.n), "sliced", "ours")
+    return out
 
 
 def _parts(stack: _Stack, policies: int, n: int) -> dict[str, timing.Figure]:

@@ -175,6 +175,12 @@ ROWS = [
             "{ragged_size.rows|count} × {ragged_size.tokens|count} tokens",
             "{ratio_ragged|times}",
         ),
+        (
+            "a step of 1 / 8 / 32 rows over {decode_size.layers|count} layers of {decode_size.experts|count} experts, "
+            "{decode_size.d_model|count} × {decode_size.width|count}, {decode_size.per_token|count} a token: with experts as slices of "
+            "the scan over layers / ours",
+            "{decode_ratio_sliced.1|times} / {decode_ratio_sliced.8|times} / {decode_ratio_sliced.32|times}",
+        ),
         headline=[0],
     ),
     *_bench(

@@ -73,12 +73,17 @@ def _backward(transposed, kernel, residuals, g):
     if not trained:
         return dx, None, None, None
     left, right = (g, x) if transposed else (x, g)
-    dw_G = outer(left, right, sizes)
-    dw = dw_G if index is None else jnp.zeros(w.shape, jnp.float32).at[following(index, sizes.shape[0])].add(dw_G)
-    return dx, dw.astype(w.dtype), None, None
+    return dx, in_place(outer(left, right, sizes), w, index), None, None
 
 
 _grouped.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+def in_place(dw_G: jax.Array, w: jax.Array, index: jax.Array | None) -> jax.Array:
+    """Groups' gradients as that of ``w``, with zeros for matrices that no group has: each layer of a base that learns pays for all."""
+    if index is not None:
+        dw_G = jnp.zeros(w.shape, jnp.float32).at[following(index, dw_G.shape[0])].add(dw_G)
+    return dw_G.astype(w.dtype)
 
 
 @batched_outer

@@ -20,7 +20,7 @@ from flax import struct
 from jax.custom_derivatives import SymbolicZero
 
 from mint_jax.models.config import Kernels
-from mint_jax.models.grouped import at, blank, dot, grouped_matmul, outer, over_tiles, tiled_matmul
+from mint_jax.models.grouped import at, blank, dot, grouped_matmul, in_place, outer, over_tiles, tiled_matmul
 from pallas_kernels import packed_lora as op
 from pallas_kernels import packed_matmul
 from pallas_kernels.batching import Merged, each, following, joined
@@ -203,10 +203,8 @@ def _of_policies(base: dict[str, jax.Array], batched: dict[str, bool], P: int, E
 
 
 def _base_gradient(x, g, sizes, base):
-    dw, index = outer(x, g, sizes), base.get("index")
-    if index is not None:  # zeros for other layers: a base that learns pays for each layer's as for all
-        dw = jnp.zeros(base["w"].shape, jnp.float32).at[following(index, sizes.shape[0])].add(dw)
-    return {"w": dw.astype(base["w"].dtype)} | {name: None for name in ("scale", "index") if name in base}
+    dw = in_place(outer(x, g, sizes), base["w"], base.get("index"))
+    return {"w": dw} | {name: None for name in ("scale", "index") if name in base}
 
 
 # On accelerators: grouped matmuls over rows that are contiguous by group.
