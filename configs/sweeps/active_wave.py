@@ -3,7 +3,7 @@
 Command: python -m mint_jax.launch --config=configs/sweeps/active_wave.py:cpu --workdir=runs/sweeps/cpu/active_wave
 Sizes:   configs/sweeps/active_wave.py:ci, configs/sweeps/active_wave.py:cpu, configs/sweeps/active_wave.py:gpu,
          configs/sweeps/active_wave.py:pod
-Size cpu: SmolLM2-135M, some fifteen minutes on two CPU cores, 14 GB of memory; gpu: Qwen3-4B; pod: Qwen3-30B-A3B on all devices.
+Size cpu: SmolLM2-135M, some 25 minutes on two CPU cores, 14 GB of memory; gpu: Qwen3-4B; pod: Qwen3-30B-A3B on all devices.
 """
 
 from ml_collections import ConfigDict
@@ -17,7 +17,7 @@ def get_config(size: str = "cpu") -> ConfigDict:
         raise ValueError(f"active_wave size {size!r}; expected ci, cpu, gpu or pod")
     large, tiny = size in ("gpu", "pod"), size == "ci"
     ranks = (1, 8) if tiny else (1, 8, 32)
-    waves, policies = ((1, 8), (1, 2)) if tiny else ((1, 8, 64, 256, 1024), (1, 4, 16, 64, 256) if large else (4, 16, 64, 256))
+    waves, policies = ((1, 8), (1, 2)) if tiny else ((1, 8, 64, 256, 1024), (1, 4, 16, 64, 256) if large else (4, 16, 64))
     base = [f"--config.base={BASES[size]}", f"--config.dtype={'bfloat16' if large else 'float32'}"]
     base += ["--config.mesh.data=1", "--config.mesh.tensor=-1"] if size == "pod" else []
     config = ConfigDict()
@@ -52,7 +52,8 @@ def get_config(size: str = "cpu") -> ConfigDict:
         "axes": {"rank": ranks[-1:] if tiny else ranks if large else (1, 8), "policies": policies},
         # a point takes one to two minutes; of another rank a few show that it hardly matters
         "without": () if large or tiny else ({"rank": 1, "policies": 4}, {"rank": 1, "policies": 64}),
-        "options": (*base, "--config.rank={rank}", "--config.policies={policies}", *(() if large else ("--config.tokens=3",))),
+        # rows of 16 tokens, which is what the shortest are padded to: with shorter ones a single policy's would share rows
+        "options": (*base, "--config.rank={rank}", "--config.policies={policies}", *(("--config.rows=64",) if size == "cpu" else ())),
         "minutes": 0.2 if tiny else 0.8 if large else 1.5,
         "figures": {
             "overhead": "overhead",
@@ -62,6 +63,10 @@ def get_config(size: str = "cpu") -> ConfigDict:
         },
     }
     config.grids = ConfigDict({"decode": decode, "train": train})
+    if size == "cpu":  # as many rows, and five minutes
+        options = (*base, "--config.rank={rank}", "--config.policies={policies}", "--config.rows=256")
+        many = train | {"axes": {"rank": (8,), "policies": (256,)}, "without": (), "options": options, "minutes": 5.0}
+        config.grids.train_many = ConfigDict(many)
     config.references = ConfigDict(
         {
             "mint": {

@@ -10,15 +10,17 @@ Axes: P policies, B rows of a policy, T tokens of a row, M target positions of a
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import jax
 import numpy as np
 from flax import struct
 
-from mint_jax.data.buckets import ShapeBook
+from mint_jax.data.buckets import ShapeBook, round_up
 from mint_jax.errors import UserError
 from mint_jax.train.losses import Targets
+
+LEAST = (1, 16, 8, 1)  # of B, T, M and Z
 
 
 @dataclasses.dataclass
@@ -112,8 +114,14 @@ def cost(group: Group) -> int:
 
 def padded_tokens(groups: Sequence[Group]) -> int:
     """Tokens of one policy's rows, each as long as its largest group."""
-    capacity = max(map(cost, groups))
+    capacity = _capacity(groups)
     return len(_rows(groups, capacity)) * capacity
+
+
+def _capacity(groups: Iterable[Group]) -> int:
+    """Tokens of a row in which every group has room: as many as a row will be padded to, so that short groups share one."""
+    # 256 groups of 4 tokens took 256 rows of 16, and so four times as long, while a row was as long as its largest group.
+    return round_up(max(map(cost, groups)), LEAST[1])
 
 
 def pack(
@@ -127,7 +135,8 @@ def pack(
 
     Args:
         shapes: keeps (B, T, M, Z) among few values.
-        row_tokens: length of a row; by default that of the largest group. A larger group is split, its prefix repeated.
+        row_tokens: length of a row; by default that of the largest group, rounded up as it will be. A larger group is split, its
+            prefix repeated.
         context: refuse a sequence that, with its prefix, is longer.
         row_multiple: rows of a policy are a multiple of this (the data axes of a mesh).
 
@@ -145,7 +154,7 @@ def pack(
         for group in groups:
             _check(group, context, paired)
     longest = max(len(g.prefix) - 1 + len(s.tokens) for groups in policies for g in groups for s in g.sequences)
-    capacity = max(longest, row_tokens or max(cost(g) for groups in policies for g in groups))
+    capacity = max(longest, row_tokens or _capacity(g for groups in policies for g in groups))
     packed = [_rows(groups, capacity) for groups in policies]
     pairs = [[g.pair_weight for g in groups] if any(g.pair_weight for g in groups) else [] for groups in policies]
     most = max(len(rows) for rows in packed)
@@ -156,9 +165,9 @@ def pack(
         max(map(len, pairs)),
     )
     if needed[3]:
-        rows_m, T, M, Z = shapes.fit(needed, least=(1, 16, 8, 1))
+        rows_m, T, M, Z = shapes.fit(needed, least=LEAST)
     else:
-        (rows_m, T, M), Z = shapes.fit(needed[:3], least=(1, 16, 8)), 0
+        (rows_m, T, M), Z = shapes.fit(needed[:3], least=LEAST[:3]), 0
     return _fill(packed, (len(policies), rows_m * row_multiple, T, M, Z), pairs)
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mint_jax.data.buckets import ShapeBook
+from mint_jax.data.buckets import ShapeBook, round_up
 from mint_jax.errors import UserError
 from mint_jax.train.batch import Group, TrainSequence, cost, pack
 
@@ -77,7 +77,7 @@ def test_every_target_is_there_once_and_sees_what_comes_before_it(policies, row_
         np.testing.assert_array_equal(batch.loss.pair_weights[p, : len(pairs)], np.float32(pairs)[: batch.loss.pair_weights.shape[1]])
         assert not np.any(batch.loss.pair_weights[p, len(pairs) :])
     longest = max(len(g.prefix) - 1 + len(s.tokens) for made in policies for g in made for s in g.sequences)
-    room = max(longest, row_tokens or max(cost(g) for made in policies for g in made))
+    room = max(longest, row_tokens or round_up(max(cost(g) for made in policies for g in made), 16))
     assert (batch.own != 0).sum(axis=-1).max() <= room
 
 
@@ -102,6 +102,13 @@ def test_small_groups_share_a_row_without_seeing_each_other(rng):
     assert sorted(place.row for place in places[0]) == [0, 1, 1, 1]
     own = batch.own[0, 1]
     assert len({int(own[batch.index[0, 1, place.start]]) for place in places[0][1:]}) == 3
+
+
+def test_groups_shorter_than_the_shortest_row_share_it(rng):
+    """A row is padded to 16 tokens whatever is in it."""
+    batch, places = pack([[Group([1], [sequence(rng, 4)]) for _ in range(8)]], ShapeBook())
+    assert batch.shape[1:3] == (2, 16)
+    assert sorted(place.row for place in places[0]) == [0] * 4 + [1] * 4
 
 
 @pytest.mark.parametrize("policies", [[], [[]], [[Group([1], [])]], [[Group([1], [TrainSequence([2], [1.0])])], []]])
