@@ -5,6 +5,7 @@ end for a run that hangs, with the stacks of all its threads.
 and the third waited for its last one.
 """
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -60,7 +61,8 @@ class NothingEnds:
         workers = [] if session is None else [gateway._io.popen.pid for gateway in session.nodemanager.group]
         for name in (signal.SIGUSR1, signal.SIGKILL):
             for pid in workers:
-                os.kill(pid, name)
+                with contextlib.suppress(ProcessLookupError):  # it has ended
+                    os.kill(pid, name)
                 time.sleep(0.5)  # one after another: they write to one place
         os._exit(1)
 

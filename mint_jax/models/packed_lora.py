@@ -266,15 +266,15 @@ def _products_kernels(x, bases, sizes, adapters, kernels):
     factor, scale = (jnp.full(x.shape[:1], -1, jnp.int32), None) if mine is None else (mine.groups.factor, mine.scale)
     a, b = _nobodys(x, bases) if mine is None else _present(mine.factors)[1]
 
-    def two_passes(x, w, sizes, a, b, factor, scale, place, columns):
+    def two_passes(x, w, sizes, a, b, factor, scale, place, w_scale):
         index = {} if place is None else {"index": place}
-        scales = [{}] * len(w) if columns is None else [{"scale": one} for one in columns]
+        scales = [{}] * len(w) if w_scale is None else [{"scale": one} for one in w_scale]
         base = [_base_grouped(x, {"w": one} | index | of, sizes, False, kernels.grouped_matmul) for one, of in zip(w, scales)]
         return tuple(_add(x, base, [] if mine is None else [Adapters(mine.groups, tuple(zip(a, b)), scale)], kernels))
 
     table = (*(one for one in packed_matmul.MATMUL if one.platform), Implementation("xla", None, two_passes, anything))
-    columns = [base["scale"] for base in bases] if "scale" in bases[0] else None
-    args = x, [base["w"] for base in bases], sizes, a, b, factor, scale, bases[0].get("index"), columns
+    w_scale = [base["scale"] for base in bases] if "scale" in bases[0] else None
+    args = x, [base["w"] for base in bases], sizes, a, b, factor, scale, bases[0].get("index"), w_scale
     return tuple(_add(x, list(run("packed_matmul", table, kernel, args)), adapters, kernels))
 
 

@@ -31,6 +31,7 @@ from pallas_kernels.packed_matmul.visits import visits_of
 from pallas_kernels.products import dot
 
 Arrays = Sequence[jax.Array]
+EIGHT = (jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))  # what matrices may be stored in beside the rows' dtype
 MOST_VISITS = 1 << 16  # two numbers of each in 1 MiB of scalars
 
 
@@ -46,10 +47,10 @@ def require(
     sizes: jax.Array,
     a: Arrays,
     b: Arrays,
-    factor: jax.Array | None = None,
+    factor: jax.Array,
     scale: jax.Array | None = None,
     first: jax.Array | None = None,
-    columns: Arrays | None = None,
+    w_scale: Arrays | None = None,
 ) -> None:
     """Whether ``matmul`` can serve these.
 
@@ -57,8 +58,11 @@ def require(
         NotImplementedError: with the reason.
     """
     tiles.require(x, a, b)
-    if columns is None and (wrong := [one.dtype for one in w if one.dtype != x.dtype]):
-        raise NotImplementedError(f"experts' matrices are {wrong[0]} and rows {x.dtype}; equal ones are served, or 8 bits with scales")
+    for one in w:
+        if w_scale is None and one.dtype != x.dtype:
+            raise NotImplementedError(f"experts' matrices are {one.dtype} and rows {x.dtype}; without scales equal ones are served")
+        if w_scale is not None and one.dtype not in EIGHT:
+            raise NotImplementedError(f"experts' matrices are {one.dtype} and have scales; int8 and float8_e4m3fn are served")
     how, M = config(x, sizes), x.shape[0]
     tile = tiles.tile_rows(x, how)
     if not M or -(-M // tile) + min(M, sizes.shape[0]) > MOST_VISITS:
@@ -81,7 +85,7 @@ def _kernel(tile_V, expert_V, first, meta, ahead, local, *refs, K: int, C: int, 
     del expert_V, first
     T = local.shape[2]
     scale, refs = (tiles.as_column(refs[0][0], T), refs[1:]) if scaled else (None, refs)
-    x, [w, *of_columns, a, b, out, a_buf, b_buf, h_refs, bad_refs] = refs[0], [refs[1 + K * i : 1 + K * (i + 1)] for i in range(8 + eight)]
+    x, [w, *w_scales, a, b, out, a_buf, b_buf, h_refs, bad_refs] = refs[0], [refs[1 + K * i : 1 + K * (i + 1)] for i in range(8 + eight)]
     sem, begin = refs[-2:]
     v, of = pl.program_id(0), tiles.Rows(local, T, C, R)
     fresh = (v == 0) | (tile_V[v] != tile_V[jnp.maximum(v - 1, 0)])  # nothing is written in the tile yet
@@ -103,7 +107,7 @@ def _kernel(tile_V, expert_V, first, meta, ahead, local, *refs, K: int, C: int, 
 
     def based(k: int, at: Any) -> jax.Array:
         made = dot(x[...], w[k][:, at], (1, 0))
-        return made * of_columns[0][k][:, at] if eight else made
+        return made * w_scales[0][k][:, at] if eight else made
 
     def made(k: int, at: Any) -> jax.Array:
         return out[k][:, at].astype(jnp.float32)
@@ -215,7 +219,7 @@ def matmul(
     factor: jax.Array,
     scale: jax.Array | None = None,
     first: jax.Array | None = None,
-    columns: Arrays | None = None,
+    w_scale: Arrays | None = None,
     how: Config | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
@@ -225,7 +229,7 @@ def matmul(
         scale: ``[M]`` of each row.
         first: int32, where the first expert's matrix stands in ``w``, which may have those of other layers too: a slice of it would be a
             copy of every expert, the ones that nobody visits among them.
-        columns: ``[E, F_k]`` float32, by which ``x w_k`` is multiplied: scales of matrices of 8 bits.
+        w_scale: ``[E, F_k]`` float32, of matrices of 8 bits: what ``x w_k`` is multiplied by.
     """
     how = how or config(x, sizes)
     (M, D), K, (W, R, _) = x.shape, len(w), a[0].shape
@@ -237,13 +241,13 @@ def matmul(
     here = [jax.ShapeDtypeStruct((sizes.shape[0], *one.shape[1:]), one.dtype) for one in w]
     scales = [] if scale is None else [jnp.pad(scale.astype(jnp.float32), (0, N * T - M)).reshape(N, 1, T)]
     rows, *results = (pl.BlockSpec((T, n), lambda v, tile, *_: (tile[v], 0)) for n in (D, *widths))
-    of_columns = [] if columns is None else [one.astype(jnp.float32)[:, None] for one in columns]
+    w_scales = [] if w_scale is None else [one.astype(jnp.float32)[:, None] for one in w_scale]
 
     def runs(step: int) -> Any:
         return pl.BlockSpec((1, 1, visits.meta.shape[2]), lambda v, *_: (jnp.minimum(v + step, last), 0, 0), memory_space=pltpu.SMEM)
 
     made = pl.pallas_call(
-        functools.partial(_kernel, K=K, C=C, R=R, columns=how.columns, scaled=scale is not None, eight=columns is not None),
+        functools.partial(_kernel, K=K, C=C, R=R, columns=how.columns, scaled=scale is not None, eight=w_scale is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
             grid=(visits.total,),
@@ -254,7 +258,7 @@ def matmul(
                 *(pl.BlockSpec((1, 1, T), lambda v, tile, *_: (tile[v], 0, 0)) for _ in scales),
                 rows,
                 *(pl.BlockSpec((None, *one.shape[1:]), lambda v, tile, expert, first: (expert[v] + first[0], 0, 0)) for one in w),
-                *(pl.BlockSpec((None, 1, one.shape[2]), lambda v, tile, expert, first: (expert[v], 0, 0)) for one in of_columns),
+                *(pl.BlockSpec((None, 1, one.shape[2]), lambda v, tile, expert, first: (expert[v], 0, 0)) for one in w_scales),
                 *[pl.BlockSpec(memory_space=pl.ANY)] * (2 * K),
             ],
             out_specs=results,
@@ -265,5 +269,5 @@ def matmul(
         cost_estimate=tiles.estimate(cost.packed_matmul(x, here, a, b)),
         interpret=interpret,
         name="packed_matmul",
-    )(visits.tile, visits.expert, place, visits.meta, visits.meta, visits.local, *scales, x, *w, *of_columns, *a, *b)
+    )(visits.tile, visits.expert, place, visits.meta, visits.meta, visits.local, *scales, x, *w, *w_scales, *a, *b)
     return tuple(made)

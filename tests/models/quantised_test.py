@@ -85,6 +85,19 @@ def test_a_tpus_kernel_takes_experts_as_they_are_stored(rng, hf_dirs, mesh, fami
     np.testing.assert_allclose(mine, by_xla, atol=1e-4 * np.abs(by_xla).max())  # float32, summed in another order
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("kernel", ["auto", "pallas_tpu"])
+@pytest.mark.parametrize("kind", quantised.KINDS)
+def test_experts_on_a_mesh_are_those_of_one_device(rng, hf_dirs, mesh, kind, kernel):
+    """Their scales are split as they are."""
+    split = make_mesh({"data": 2, "fsdp": 2, "expert": 2})
+    kernels = Kernels("xla", "xla", packed_attention="xla", packed_matmul=kernel) if kernel != "auto" else Kernels()
+    tokens = rng.integers(3, 97, (2, 12)).astype(np.int32)
+    bases = [base_lib.load(str(hf_dirs("qwen3_moe_wide")), where, quantise=kind) for where in (mesh, split)]
+    one, many = (run(dataclasses.replace(base, cfg=base.cfg.replace(kernels=kernels)), tokens) for base in bases)
+    np.testing.assert_allclose(many, one, atol=1e-4 * np.abs(one).max())  # float32, summed in another order
+
+
 def test_matrices_take_a_quarter_of_float32(hf_dirs, mesh):
     whole, small = (base_lib.load(str(hf_dirs("qwen3_moe")), mesh, quantise=kind).params for kind in ("", "int8"))
     sizes = {path: leaf.nbytes for path, leaf in params_lib.leaves_with_path(small)}

@@ -72,21 +72,24 @@ def test_matrices_may_be_of_8_bits_with_a_scale_for_each_column(rng, kind, case)
     x, w, sizes, a, b, factor = arguments(rng, *case)
     small = [quantised.quantise(np.array(one, np.float32) * rng.uniform(0.1, 10, (len(one), 1, one.shape[2])), kind) for one in w]
     stack = [jnp.concatenate([jnp.array(q), -jnp.array(q)]) for q, _ in small]
-    columns = [jnp.array(scale) for _, scale in small]
+    w_scale = [jnp.array(scale) for _, scale in small]
     rest = sizes, a, b, factor, jnp.array(rng.uniform(0.5, 2, case[0]), jnp.float32)
     wanted = reference.packed_matmul(x, [np.float64(q) * scale[:, None] for q, scale in small], *rest)
     other = reference.packed_matmul(x, [-np.float64(q) * scale[:, None] for q, scale in small], *rest)
     run = FORMS["pallas_tpu"]
-    close(run(x, stack, *rest, first=jnp.int32(0), columns=columns), wanted, case[-1])
-    close(run(x, stack, *rest, first=jnp.int32(len(w[0])), columns=columns), other, case[-1])
+    close(run(x, stack, *rest, first=jnp.int32(0), w_scale=w_scale), wanted, case[-1])
+    close(run(x, stack, *rest, first=jnp.int32(len(w[0])), w_scale=w_scale), other, case[-1])
 
 
 @pytest.mark.parametrize("many", [3, 20], ids=lambda many: f"{many} adapters")  # of rank 16: half a chunk and less, and several chunks
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [*FORMS, *(pytest.param(kind, marks=pytest.mark.long) for kind in quantised.KINDS)])
 def test_what_is_not_finite_stays_with_its_adapter(rng, form, many):
-    """In factors and rows: every other row keeps its bits, beside it in the matrix unit and in the tile."""
-    call, M, E = FORMS[form], 75, 3
+    """In factors and rows: every other row keeps its bits, beside it in the matrix unit and in the tile; experts of 8 bits too."""
+    call, M, E = FORMS.get(form, FORMS["pallas_tpu"]), 75, 3
     x, w, sizes, a, b, factor = arguments(rng, M, 128, (128, 256), 16, many, E, "bfloat16")
+    if form in quantised.KINDS:
+        w, w_scale = zip(*(map(jnp.array, quantised.quantise(np.array(one, np.float32), form)) for one in w))
+        call = functools.partial(call, w_scale=w_scale)
     sizes = jnp.array([30, 0, 40], jnp.int32)
     factor = jnp.array(
         [-1, *np.sort(np.resize(rng.permutation(many), 29)) * E, *np.sort(np.resize(rng.permutation(many), 40)) * E + 2] + [-1] * 5
@@ -182,6 +185,7 @@ def test_an_implementation_says_why_it_does_not_serve_and_what_does(rng):
     x, w, sizes, a, b, factor = arguments(rng, 16, 128, (128,), 16, 2, 2, "bfloat16")
     for args, why in (
         ((x, [one.astype(jnp.float32) for one in w], sizes, a, b, factor), "experts' matrices are float32 and rows bfloat16"),
+        ((x, w, sizes, a, b, factor, None, None, [jnp.ones((2, 128))]), "experts' matrices are bfloat16 and have scales"),
         ((x, w, sizes, [one[:, :1] for one in a], [one[:, :1] for one in b], factor), "rank 1 in bfloat16 would be copied whole"),
     ):
         told = dict(dispatch.explain(packed_matmul.MATMUL, *args))
@@ -194,6 +198,7 @@ def test_an_implementation_says_why_it_does_not_serve_and_what_does(rng):
         return jax.ShapeDtypeStruct(dims, dtype)
 
     large = spec(1024, 7168), [spec(12, 7168, 2048)], spec(12, dtype="int32"), [spec(96, 16, 7168)], [spec(96, 16, 2048)]
+    large = *large, spec(1024, dtype="int32")
     assert "MiB of a core's memory" in dict(dispatch.explain(packed_matmul.MATMUL, *large))["pallas_tpu"], "two of Kimi-K2's matrices"
 
 
@@ -215,12 +220,12 @@ def check_compiled(chip: str, shape: shapes.Shape, kind: str | None = None) -> N
 
     M, D, E, W, R = shape.rows, shape.d_in, shape.experts, shape.experts * shape.adapters, shape.rank
     of_experts = quantised.KINDS[kind][0] if kind else jnp.bfloat16
-    w, columns = ([spec(E, *dims, F, dtype=of) for F in shape.d_out] for dims, of in (((D,), of_experts), ((), jnp.float32)))
+    w, w_scale = ([spec(E, *dims, F, dtype=of) for F in shape.d_out] for dims, of in (((D,), of_experts), ((), jnp.float32)))
     args = spec(M, D), w, spec(E, dtype=jnp.int32), [spec(W, R, D) for _ in shape.d_out]
     args = (*args, [spec(W, R, F) for F in shape.d_out], spec(M, dtype=jnp.int32))
     call = packed_matmul.packed_matmul
     if kind:
-        args, call = (*args, None, spec(dtype=jnp.int32), columns), pallas_tpu.matmul
+        args, call = (*args, None, spec(dtype=jnp.int32), w_scale), pallas_tpu.matmul
     with jax.default_device(device):
         made = jax.jit(call).lower(*args).compile()
     assert made.as_text().count('custom_call_target="tpu_custom_call"') == 1, (shape, "the kernel, and nothing in its place")
