@@ -8,6 +8,7 @@ Axes: P blocks, M rows of a block times tokens, D in, F out, R rank. Hu et al. 2
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -89,6 +90,61 @@ class BoundAdapters:
         return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
 
 
+@struct.dataclass
+class SlotBlocks:
+    """Adapters of blocks of rows that stay in their stacks until a layer asks for its own.
+
+    Bound before the layers, ``[L, P, R, D]``, the factors of all policies of a batch are copied whole: of eight policies of rank 8 on
+    SmolLM2 78 MB of the 283 that a training step had beside its arguments.
+
+    Attributes:
+        layers: per rank bucket a tree of ``[L, S, ...]``, or what is below a name of it.
+        slots, scale: of each bucket ``[P]``: the slot of each block, one beyond the last reads the last; and ``alpha / rank``.
+        taps: per bucket a tree of ``[L, P, ...]`` whose gradient is that of the factors of each block; what it holds is never read.
+        tables: those of the embedding and the unembedding, which are in no layer.
+        dtype: of the products; B is multiplied by the scale in float32 first.
+    """
+
+    layers: tuple[Any, ...]
+    slots: tuple[jax.Array, ...]
+    scale: tuple[jax.Array, ...]
+    taps: tuple[Any, ...]
+    tables: BoundAdapters
+    dtype: Any = struct.field(pytree_node=False, default=jnp.float32)
+
+    def at(self, name: str) -> Any:
+        """Those of one kind of layers, or of a table, which are bound."""
+        if name in TABLES:
+            return self.tables.at(name)
+        layers, taps = (tuple(tree.get(name, {}) for tree in trees) for trees in (self.layers, self.taps))
+        return dataclasses.replace(self, layers=layers, taps=taps)
+
+    def in_layer(self, layer: jax.Array, taps: tuple[Any, ...]) -> BoundAdapters:
+        """Those of one layer, bound; ``taps`` are the layer's, ``[P, ...]``."""
+
+        def take(path: Any, stack: jax.Array, tap: jax.Array, slots: jax.Array, scale: jax.Array) -> jax.Array:
+            factor = _taken(tap, jax.lax.stop_gradient(stack), layer, slots)
+            if path[-1].key == "b":
+                factor = factor * scale.reshape(-1, *(1,) * (factor.ndim - 1))
+            return factor.astype(self.dtype)
+
+        buckets = []
+        for stacks, mine, slots, scale in zip(self.layers, taps, self.slots, self.scale):
+            one = functools.partial(take, slots=slots, scale=scale)
+            buckets.append(jax.tree_util.tree_map_with_path(one, stacks, mine))
+        return BoundAdapters(tuple(buckets), tuple(len(slots) for slots in self.slots), self.tables.base_blocks)
+
+
+@jax.custom_vjp
+def _taken(tap: jax.Array, stack: jax.Array, layer: jax.Array, slots: jax.Array) -> jax.Array:
+    """``stack[layer, slots]``, whose gradient is the tap's."""
+    return stack.at[layer, slots].get(mode="clip")
+
+
+_taken.defvjp(lambda *args: (_taken(*args), None), lambda _, g: (g, None, None, None))
+
+
+TABLES = ("embed", "unembed")  # projections that are in no layer
 AnyAdapters = BoundAdapters | RowAdapters  # what a projection takes: adapters of blocks of rows, or of rows that name slots
 
 

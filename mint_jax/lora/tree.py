@@ -22,14 +22,14 @@ from flax import struct
 from mint_jax import params as params_lib
 from mint_jax import sharding
 from mint_jax.errors import UserError
-from mint_jax.lora.apply import BoundAdapters
+from mint_jax.lora.apply import TABLES, BoundAdapters, SlotBlocks
 from mint_jax.lora.config import LINEAR_TARGETS, MAX_RANK, AdapterConfig, bucket_of  # noqa: F401 - others import them from here
 from mint_jax.lora.finite import all_finite
 from mint_jax.lora.rows import RowAdapters, RowBucket
 from mint_jax.params import ParamSpec
 
 ALL_LINEAR = "all-linear"  # every projection but embedding, unembedding and router, whatever the base calls them
-UNUSUAL = ("embed", "unembed", "router")  # adapted only where a config names them
+UNUSUAL = (*TABLES, "router")  # adapted only where a config names them
 SLOT_AXIS = 1
 
 
@@ -100,7 +100,7 @@ def spelled_out(config: AdapterConfig, base_specs: Any) -> AdapterConfig:
 
 
 def _projection_at(base_specs: Any, path: str) -> Projection:
-    if path in ("embed", "unembed"):
+    if path in TABLES:
         vocab, width = (base_specs["unembed"] if path == "unembed" and "unembed" in base_specs else base_specs["embed"])["w"].shape
         ends = (vocab, width), ("vocab", "embed")
         (d_in, d_out), axes = ends if path == "embed" else (ends[0][::-1], ends[1][::-1])
@@ -292,10 +292,41 @@ def bind(parts: Iterable[tuple[Any, jax.Array]], base_blocks: int = 0, dtype: An
             return leaf.astype(dtype)
 
         tree = params_lib.map_with_path(scaled, factors)
-        tree = {name: jax.tree.map(lambda x: x[0], sub) if name in ("embed", "unembed") else sub for name, sub in tree.items()}
+        tree = {name: jax.tree.map(lambda x: x[0], sub) if name in TABLES else sub for name, sub in tree.items()}
         buckets.append(tree)
         blocks.append(scale.shape[0])
     return BoundAdapters(tuple(buckets), tuple(blocks), base_blocks)
+
+
+def bind_layers(
+    stacks: "Stacks", slots: dict[int, jax.Array], taps: dict[int, Any] | None = None, base_blocks: int = 0, dtype: Any = jnp.float32
+) -> SlotBlocks:
+    """``bind_slots``, a layer at a time.
+
+    Args:
+        taps: see ``taps_of``: what gradients are taken of.
+    """
+    ranks = sorted(slots)
+    taps = taps_of(stacks, slots) if taps is None else taps
+    factors = [stacks[b].factors for b in ranks]
+    scale = [stacks[b].scale.at[slots[b]].get(mode="clip") for b in ranks]
+
+    def tables(b: int) -> Any:
+        mine = {name: stacks[b].factors[name] for name in TABLES if name in stacks[b].factors}
+        taken = jax.lax.stop_gradient(take_slots(mine, slots[b]))
+        return jax.tree.map(jnp.add, taken, {name: taps[b][name] for name in mine})
+
+    of_tables = bind(((tables(b), one) for b, one in zip(ranks, scale)), base_blocks, dtype)
+    return SlotBlocks(tuple(factors), tuple(slots[b] for b in ranks), tuple(scale), tuple(taps[b] for b in ranks), of_tables, dtype)
+
+
+def taps_of(stacks: "Stacks", slots: dict[int, jax.Array]) -> dict[int, Any]:
+    """Zeros ``[L, P, ...]`` for each bucket, whose gradient is that of the blocks' factors: see ``SlotBlocks``."""
+
+    def zeros(slots_P: jax.Array) -> Any:
+        return lambda x: jnp.zeros((x.shape[0], *slots_P.shape, *x.shape[2:]), x.dtype)
+
+    return {b: jax.tree.map(zeros(slots[b]), stacks[b].factors) for b in slots}
 
 
 def name_slots(stacks: "Stacks", slots: Mapping[int, jax.Array], kernel: str = "xla") -> RowAdapters | None:

@@ -14,14 +14,18 @@ import jax
 import jax.numpy as jnp
 
 from mint_jax import sharding
-from mint_jax.lora.apply import AnyAdapters
+from mint_jax.lora.apply import AnyAdapters, SlotBlocks
 from mint_jax.models.transformer import logits, unembed_table
 
 SLICE_BYTES = 64 << 20  # bound on one device's float32 logits of a slice, which has one position of every row at least
 
 
 def target_logprobs(
-    params: Any, lora: AnyAdapters | None, h_BMD: jax.Array, targets_BM: jax.Array, inverse_temperature_BM: jax.Array | None = None
+    params: Any,
+    lora: AnyAdapters | SlotBlocks | None,
+    h_BMD: jax.Array,
+    targets_BM: jax.Array,
+    inverse_temperature_BM: jax.Array | None = None,
 ) -> jax.Array:
     """``log p(target | h)`` in float32, ``[B, M]``; differentiable in ``h`` and in adapters of ``unembed``.
 

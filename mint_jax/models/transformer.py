@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 
-from mint_jax.lora.apply import AnyAdapters, batch_delta, embedding_delta
+from mint_jax.lora.apply import AnyAdapters, SlotBlocks, batch_delta, embedding_delta
 from mint_jax.lora.rows import RowAdapters
 from mint_jax.models import dsa, experts, mla, mlp, moe, paged, quantised
 from mint_jax.models.attention import Context, Segments, packed_attention
@@ -127,7 +127,7 @@ class Inputs:
 
 def hidden_states(
     params: Any,
-    lora: AnyAdapters | None,
+    lora: AnyAdapters | SlotBlocks | None,
     inputs: Inputs,
     cfg: ModelConfig,
     *,
@@ -162,11 +162,13 @@ def hidden_states(
         scanned, indexers = dsa.detach(params[kind])
         scanned, stacks = experts.detach(scanned)
 
-        def layer(carry, layer_inputs, indexers=indexers, stacks=stacks, kind=kind):
+        mine = _below(lora, kind)
+
+        def layer(carry, layer_inputs, indexers=indexers, stacks=stacks, mine=mine):
             x, chosen, pool = carry
             p, a, number, turn, routes = layer_inputs
             p = experts.attach(p, stacks, number)
-            a = lora.at(kind).in_layer(number) if isinstance(lora, RowAdapters) else a
+            a = _of_layer(mine, number, a)
             indexer = None if turn is None else dsa.Layer(indexers, turn)
             cache = None if view is None else paged.Cache(pool, number, view)
             x, chosen, pool, route = _layer(x, chosen, p, a, cache, indexer, routes, ctx, cfg)
@@ -178,7 +180,7 @@ def hidden_states(
         # The pool is carried, not scanned over: as the scan's inputs and outputs it is a copy of the cache in every step (387 MB of
         # temporaries where this has 17), and so are stacks of adapters, of which rows need some.
         pool = None if view is None else inputs.pool[kind]
-        below = None if isinstance(lora, RowAdapters) else _below(lora, kind)
+        below = mine.taps if isinstance(mine, SlotBlocks) else None if isinstance(mine, RowAdapters) else mine
         xs = scanned, below, jnp.arange(cfg.stacks[kind]), dsa.turns(cfg, kind), replay if kind == "moe" else None
         (x, chosen, pool), kept[kind] = jax.lax.scan(layer, (x, chosen, pool), xs)
         if view is not None:
@@ -208,7 +210,14 @@ def _layer(x, chosen, p, lora, cache: paged.Cache | None, indexer, replay, ctx: 
         return x + out, chosen, pool, None
 
 
-def _below(lora: AnyAdapters | None, name: str) -> AnyAdapters | None:
+def _of_layer(lora: Any, number: jax.Array, sliced: Any) -> AnyAdapters | None:
+    """The adapters of one layer: taken by its number from stacks that stay where they are, or as the scan has sliced them."""
+    if isinstance(lora, RowAdapters):
+        return lora.in_layer(number)
+    return lora.in_layer(number, sliced) if isinstance(lora, SlotBlocks) else sliced
+
+
+def _below(lora: Any, name: str) -> Any:
     return None if lora is None else lora.at(name)
 
 
@@ -233,7 +242,7 @@ def _attention(h_BTD, p, lora, cache: paged.Cache | None, ctx: Context, cfg: Mod
     return project(out.reshape(B, T, -1), p, lora, "o"), pool
 
 
-def embed(params: Any, lora: AnyAdapters | None, tokens_BT: jax.Array) -> jax.Array:
+def embed(params: Any, lora: AnyAdapters | SlotBlocks | None, tokens_BT: jax.Array) -> jax.Array:
     """Token embeddings ``[B, T, D]``, with the deltas of adapters that target ``embed``."""
     table = params["embed"]["w"]
     x = table[tokens_BT]
@@ -241,7 +250,7 @@ def embed(params: Any, lora: AnyAdapters | None, tokens_BT: jax.Array) -> jax.Ar
     return x if delta is None else x + delta
 
 
-def logits(params: Any, lora: AnyAdapters | None, h_BTD: jax.Array) -> jax.Array:
+def logits(params: Any, lora: AnyAdapters | SlotBlocks | None, h_BTD: jax.Array) -> jax.Array:
     """``[B, T, V]`` float32, with the deltas of adapters that target ``unembed``."""
     chex.assert_shape(h_BTD, (None, None, unembed_table(params).shape[1]))
     with jax.named_scope("unembed"):

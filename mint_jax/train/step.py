@@ -18,7 +18,7 @@ import optax
 
 from mint_jax import sharding
 from mint_jax.lora import tree as lora_tree
-from mint_jax.lora.apply import BoundAdapters
+from mint_jax.lora.apply import SlotBlocks
 from mint_jax.lora.tree import Stacks
 from mint_jax.models import transformer
 from mint_jax.models.attention import Segments
@@ -34,7 +34,7 @@ Slots = dict[int, jax.Array]  # bucket rank -> [n] int32, distinct slots
 
 
 def batch_logprobs(
-    params: Any, lora: BoundAdapters | None, batch: Batch, cfg: ModelConfig, remat: str = "none"
+    params: Any, lora: SlotBlocks | None, batch: Batch, cfg: ModelConfig, remat: str = "none"
 ) -> tuple[jax.Array, jax.Array | None]:
     """``log p(target)`` of every target of a batch at its temperature, float32 ``[P, B, M]``, or ``[P, B, M K]`` of several targets
     a position; with recorded routes also how far
@@ -70,7 +70,7 @@ def score(params: Any, batch: Batch, stacks: Stacks, slots: Slots, *, cfg: Model
         slots: which slot of ``stacks`` each policy's reference is.
     """
     bare = batch.shape[0] - sum(s.shape[0] for s in slots.values())
-    lora = lora_tree.bind_slots(stacks, slots, bare, params["final_norm"].dtype) if slots else None
+    lora = lora_tree.bind_layers(stacks, slots, base_blocks=bare, dtype=params["final_norm"].dtype) if slots else None
     return batch_logprobs(params, lora, batch, cfg)[0]
 
 
@@ -80,7 +80,7 @@ def score_losses(
     params: Any, batch: Batch, coefs: LossCoefs, stacks: Stacks, slots: Slots, *, cfg: ModelConfig
 ) -> tuple[jax.Array, jax.Array]:
     """``forward_backward`` without the backward half: log-probabilities, and each block's loss ``[P]``."""
-    lora = lora_tree.bind_slots(stacks, slots, dtype=params["final_norm"].dtype)
+    lora = lora_tree.bind_layers(stacks, slots, dtype=params["final_norm"].dtype)
     logp, _ = batch_logprobs(params, lora, batch, cfg)
     return logp, jax.vmap(policy_loss)(logp, batch.loss, coefs)[0]
 
@@ -106,13 +106,12 @@ def forward_backward(
     """
     dtype = params["final_norm"].dtype
     buckets = sorted(slots)
-    taken = {b: lora_tree.take_slots(state[b].adapters.factors, slots[b]) for b in buckets}
+    stacks = {b: state[b].adapters for b in buckets}
     specs = transformer.abstract(cfg)
 
-    def loss(taken):
-        taken = lora_tree.constrain(taken, specs)  # and so are its gradients
-        parts = [(taken[b], state[b].adapters.scale[slots[b]]) for b in buckets]
-        logp, missed = batch_logprobs(params, lora_tree.bind(parts, dtype=dtype), batch, cfg, remat)
+    def loss(taps):
+        taps = lora_tree.constrain(taps, specs)  # and so are their gradients
+        logp, missed = batch_logprobs(params, lora_tree.bind_layers(stacks, slots, taps, dtype=dtype), batch, cfg, remat)
         losses, metrics = jax.vmap(policy_loss)(logp, batch.loss, coefs)
         if missed is not None:
             is_target = jnp.any(batch.loss.weights.reshape(*missed.shape, -1) != 0, axis=-1)
@@ -121,7 +120,7 @@ def forward_backward(
         # backward pass of the base for all of them, where a gradient per policy would be as many.
         return jnp.sum(losses), (logp, metrics | {"loss": losses})
 
-    grads, (logp, metrics) = jax.grad(loss, has_aux=True)(taken)
+    grads, (logp, metrics) = jax.grad(loss, has_aux=True)(lora_tree.taps_of(stacks, slots))
     new = dict(state)
     for b in buckets:
         add = functools.partial(_add_at, slots[b])

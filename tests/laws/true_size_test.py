@@ -35,9 +35,9 @@ def counts(ranks):
 
 
 @functools.cache
-def compiled(program, ranks, resident=()):
+def compiled(program, ranks, resident=(), cfg=CFG):
     """One of ``PROGRAMS`` over policies of these ranks, B rows each; ``resident`` says how many slots each bucket has."""
-    specs = transformer.abstract(CFG)
+    specs = transformer.abstract(cfg)
     params, slots = params_lib.abstract(specs), {b: jax.ShapeDtypeStruct((n,), jnp.int32) for b, n in counts(ranks).items()}
     state = jax.eval_shape(lambda: state_lib.empty(specs, [AdapterConfig(r) for r in ranks], dict(resident)))
 
@@ -54,7 +54,7 @@ def compiled(program, ranks, resident=()):
     ints, floats, tokens = struct(jnp.int32, B, M), struct(jnp.float32, B, M), struct(jnp.int32, B, T)
     batch = Batch(tokens, tokens, tokens, tokens, ints, ints, Targets(floats, floats, floats, floats, ints, struct(jnp.float32, 0)))
     coefs = LossCoefs(*(struct(jnp.int32 if name in ("kind", "kl_kind") else jnp.float32) for name in LossCoefs._fields))
-    return step.forward_backward.lower(params, state, batch, coefs, slots, cfg=CFG, remat="names").compile()
+    return step.forward_backward.lower(params, state, batch, coefs, slots, cfg=cfg, remat="names").compile()
 
 
 def flops(*args) -> float:
@@ -88,6 +88,15 @@ def test_slots_that_are_not_in_the_batch_cost_nothing(program):
     assert in_place >= 28 * 4 * one_slot, "the state is updated where it is"
     copied = many.memory_analysis().temp_size_in_bytes - few.memory_analysis().temp_size_in_bytes
     assert copied < one_slot, f"28 slots that nobody steps cost {copied / one_slot:.0f} times an adapter in copies"
+
+
+def test_a_step_has_its_policies_gradients_beside_their_factors_and_no_copy_of_these():
+    """Bound before the layers, all policies' factors were a second array of the gradients' size."""
+    cfg = CFG.replace(num_layers=12)
+    low, high = (compiled("forward_backward", (rank,) * 4, (), cfg).memory_analysis().temp_size_in_bytes for rank in (1, 64))
+    factors = 4 * 4 * 63 * IN_PLUS_OUT * cfg.num_layers / CFG.num_layers
+    # a quarter: a layer's own factors, and the rank-wide products of the rows
+    assert factors <= high - low < 1.25 * factors, f"{(high - low) / factors:.2f} times the factors"
 
 
 @pytest.mark.parametrize("cfg", first(1, [CFG, MOE]), ids=["dense", "experts"])
