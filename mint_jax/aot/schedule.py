@@ -6,12 +6,12 @@ The compiler dumps its final bundles when a flag asks for it as libtpu loads, so
 A tile is one turn of a kernel's grid, in the middle of a call, whose adapters come in one chunk and are finite, as are the rows. Of its
 bundles ``tile`` counts
 
-- once: those of the turn itself, which moves blocks of rows, and of the products: forward they are there twice, for at most half a chunk
-  of adapters and for more, and one of both runs;
-- as often as the tile has adapters: the loop that starts the copies of their factors, the loop that waits for them, and, backward, for
-  each of the gradients the loop that starts its copies and the loop that waits for them;
+- once: those of the turn itself, which moves blocks of rows, and of the products: they are there twice, for at most half a chunk of
+  adapters and for more, and one of both runs;
+- as often as the tile has adapters: the loop that starts the copies of their factors, the loop that waits for them, and, backward,
+  the loop that starts the copies of their gradients and the loop that waits for them;
 - not at all: what fetches and computes further chunks, the second computation where something was not finite, what clears the
-  buffers at a call's first tile, what a tile without an adapter does instead, and what carries a run on across tiles.
+  buffers at a call's first tile, and what a tile without an adapter does instead.
 
 Of packed matmul a turn is a visit, a tile and an expert, and ``visit`` counts once the turn, the products with adapters and one of the two
 forms of the first of them; as often as the tile has adapters the loop that waits for their factors and the one that starts the copies of

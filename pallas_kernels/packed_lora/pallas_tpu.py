@@ -5,11 +5,12 @@ lie, the next chunk's while this one is computed; rows are multiplied by all of 
 is set to zero before it goes on. So the work follows the runs that are there, and nothing is made of the size of a stack.
 
 Projections of the same rows share the first product. A chunk's columns of two of them fill a matrix unit that is 256 wide; where a tile has
-no more than half a chunk of adapters, theirs fill one that is 128 wide, and the product takes half as many squares.
+no more than half a chunk of adapters, theirs fill one that is 128 wide, and the product takes half as many squares. Backward they share the
+rows' gradient, of one product as deep as both, and the one of all their A; and with half a chunk sums are made of as many runs.
 
 Side by side, 0 x NaN is NaN: an adapter's NaN would reach its neighbours in the second product, and a row's NaN its neighbours' gradients.
-So each such product has some rows of zeros more, which are not zero afterwards where an operand was not finite. A tile that meets one is
-computed again with zeros for what is not finite, and NaN is put where it belongs. Sums that were finite are the same then, bit for
+For the same reason it reaches all rows of such a product, and the first eight tell of it. A tile where they are not finite is computed
+again with zeros for what is not finite, and NaN is put where it belongs. Sums that were finite are the same then, bit for
 bit: only terms are replaced that were zero. (-0.0 may become 0.0 in rows without an adapter beside others that have one.)
 
 Axes: M rows, T rows of a tile, D in, F out, R rank, C adapters of a chunk, K projections of the same rows, W factors.
@@ -52,8 +53,9 @@ def require_backward(
         NotImplementedError: with the reason.
     """
     tiles.require(x, a, b)
-    tile = tiles.tile_rows(x, Config())
-    tiles.require_room(_back_scratch(x, a, b, Config()), [(tile, y.shape[1], y.dtype) for y in (x, *g, dx_onto, dx_onto)], x)
+    tile, R = tiles.tile_rows(x, Config()), a[0].shape[1]
+    blocks = [(tile, y.shape[1], y.dtype) for y in (x, *g, dx_onto, dx_onto)]
+    tiles.require_room(_back_scratch(x, a, b, Config()), blocks, x, len(a) * tiles.chunk_size(R) * R)
 
 
 def _add_kernel(meta, local, x, *refs, K: int, C: int, R: int, columns: int, scaled: bool, pairs: bool) -> None:
@@ -73,19 +75,17 @@ def _add_kernel(meta, local, x, *refs, K: int, C: int, R: int, columns: int, sca
             out[k][...] = onto[k][...]
 
     def computed(chunk: jax.Array, first: bool, safe: bool, halves: bool) -> jax.Array:
-        slot, strange = rem(chunk, 2), jnp.int32(0)
+        slot, strange = rem(chunk, 2), jnp.zeros((8, tiles.LANES), jnp.float32)
         if halves:
-            own = [rows.own(chunk, k) for k in range(K)]
-            [both] = tiles.shrink(x, [one.at[:, : C // 2] for one in a_buf], slot, own[0] | own[1], columns, scale)
-            h = [jnp.where(mine, both, 0.0) for mine in own]
+            own, factors = [rows.own(chunk, k) for k in range(K)], [[one.at[:, : C // 2]] * 2 for one in b_buf]
+            h = tiles.shrink(x, [one.at[:, : C // 2] for one in a_buf], slot, own[0] | own[1], columns, scale) * 2
         else:
-            h = tiles.shrink(x, a_buf, slot, rows.own(chunk), columns, scale)
-        for ref, mine in zip(h_refs, h):
-            ref[:T] = mine.astype(x.dtype)
+            own, factors = [rows.own(chunk)] * K, [[one] for one in b_buf]
+            h = tiles.shrink(x, a_buf, slot, own[0], columns, scale)
         for k in range(K):
-            term = tiles.Term(h_refs[k], b_buf[k], k if halves else None)
-            strange += tiles.expand([term], slot, rows, chunk, onto[k] if first else out[k], out[k], columns, safe)
-        return strange
+            h_refs[k][...] = jnp.where(own[k], h[k], 0.0).astype(x.dtype)
+            strange += tiles.expand(h_refs[k], factors[k], [own[k]], slot, onto[k] if first else out[k], out[k], columns, safe)
+        return tiles.not_finite(strange)
 
     def chunk_of(chunk: jax.Array, first: bool, safe: bool) -> jax.Array:
         if first and K == 2 and C > 1:
@@ -95,8 +95,6 @@ def _add_kernel(meta, local, x, *refs, K: int, C: int, R: int, columns: int, sca
 
     @pl.when(count > 0)
     def _some() -> None:
-        for ref in h_refs:
-            ref[T:] = jnp.zeros((tiles.ZEROS, C * R), ref.dtype)
         strange = tiles.over_chunks(count, C, fetch, functools.partial(chunk_of, safe=False))
 
         @pl.when(strange > 0)
@@ -107,7 +105,7 @@ def _add_kernel(meta, local, x, *refs, K: int, C: int, R: int, columns: int, sca
 def _add_scratch(x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array], config: Config) -> list[Any]:
     R = 2 if tiles.in_pairs(a) else a[0].shape[1]
     buffers = [pltpu.VMEM((2, tiles.chunk_size(R), R, w.shape[2]), w.dtype) for w in (*a, *b)]
-    return [*buffers, *(pltpu.VMEM((tiles.tile_rows(x, config) + tiles.ZEROS, tiles.chunk_size(R) * R), x.dtype) for _ in a)]
+    return [*buffers, *(pltpu.VMEM((tiles.tile_rows(x, config), tiles.chunk_size(R) * R), x.dtype) for _ in a)]
 
 
 def add(
@@ -155,72 +153,82 @@ def add(
 
 
 class _Sums:
-    """Gradients of one projection's factors: summed over the rows of a run, over tiles where it is longer, then put where they belong.
+    """Gradients of one projection's factors: summed over the rows of a run, over tiles where it is longer.
 
     Args:
-        out: ``[W, R, N]``, zeros where nothing is put.
         carry: ``[2, R, N]`` float32 of the run that comes from the tile before, and of the one that goes on in the next.
         stage: ``[C, R, N]`` of a chunk, on its way out.
-        part: ``[C, R, block]`` float32.
     """
 
-    def __init__(self, meta: Any, out: Any, carry: Any, stage: Any, part: Any, sem: Any, T: int):
-        self.meta, self.out, self.stage, self.part, self.sem = meta, out, stage, part, sem
+    def __init__(self, meta: Any, carry: Any, stage: Any, T: int):
+        self.stage = stage
         tile = pl.program_id(0)
         self.before, self.behind = carry.at[rem(tile + 1, 2)], carry.at[rem(tile, 2)]
-        self.count, self.comes, self.goes_on = (meta[0, 0, T + n] for n in (COUNT, BEFORE, BEHIND))
+        self.count, self.comes = meta[0, 0, T + COUNT], meta[0, 0, T + BEFORE]
 
-    def add(self, chunk: jax.Array, first: bool, left_ref: Any, right_ref: Any, own: jax.Array, safe: bool) -> jax.Array:
-        """The chunk's, from ``left [C R + ZEROS, T]``, which has zeros where a column is not of the row's run, and ``right [T, N]``.
+    def put(self, chunk: jax.Array, first: bool, sums: jax.Array, at: Any) -> None:
+        """This tile's ``[n, .]`` of the chunk's first n / R runs, for some columns."""
+        R = self.stage.shape[1]
+        runs = [sums[row : row + R] for row in range(0, sums.shape[0], R)]
+        if first:
+            runs[0] = jnp.where(self.comes > 0, runs[0] + self.before[:, at], runs[0])
+        self.stage[: len(runs), :, at] = jnp.concatenate(runs).reshape(len(runs), R, -1).astype(self.stage.dtype)
+        # The tile's last run, should it go on; the last chunk writes last. A choice between registers, for with all runs as float32 in
+        # memory, from where one can be read, a fifth of the kernel's stores was of them.
+        last = self.count - 1 - chunk * self.stage.shape[0]
+        self.behind[:, at] = functools.reduce(lambda held, c: jnp.where(last == c, runs[c], held), range(1, len(runs)), runs[0])
 
-        Args:
-            own: ``[C R, T]``, which are.
 
-        Returns:
-            Whether an entry of ``right`` was not finite.
-        """
-        C, R, N = self.stage.shape
-        block, last = self.part.shape[2], self.count - 1 - chunk * C
+def _outer(
+    sums: Sequence[_Sums], chunk: jax.Array, first: bool, left_ref: Any, right_ref: Any, own: jax.Array, columns: int, safe: bool
+) -> jax.Array:
+    """A chunk's sums of rows' outer products; returned is what ``not_finite`` tells from whether all of ``right_ref`` was finite.
 
-        def part(at: Any, strange: jax.Array) -> jax.Array:
-            left, right = left_ref[...], right_ref[:, at]
-            if safe:
-                mine = jnp.where(own, 1.0, 0.0).astype(right.dtype)
-                bad = dot(mine, jnp.where(tiles.fine(right), 0.0, 1.0).astype(right.dtype), (1, 0))
-                bad += dot(jnp.where(tiles.fine(left[: C * R]), 0.0, 1.0).astype(left.dtype), jnp.ones(right.shape, right.dtype), (1, 0))
-                sums = dot(tiles.cleaned(left), tiles.cleaned(right), (1, 0))
-                self.part[...] = jnp.where(bad > 0, jnp.nan, sums[: C * R]).reshape(C, R, block)
-            else:
-                sums = dot(left, right, (1, 0))
-                self.part[...] = sums[: C * R].reshape(C, R, block)
-            if first:
+    Args:
+        sums: of factors that have the same right side.
+        left_ref: ``[len(sums) n, T]``, zeros where a row of the tile is not of a column's run.
+        right_ref: ``[T, N]``.
+        own: ``[n, T]``, where it is.
+    """
+    n, N = own.shape[0], right_ref.shape[1]
 
-                @pl.when(self.comes > 0)
-                def _continued() -> None:
-                    self.part[0] += self.before[:, at]
+    def part(at: Any, strange: jax.Array) -> jax.Array:
+        left, right = left_ref[...], right_ref[:, at]
+        if safe:
+            mine = jnp.where(own, 1.0, 0.0).astype(right.dtype)
+            bad = dot(mine, jnp.where(tiles.fine(right), 0.0, 1.0).astype(right.dtype), (1, 0))
+            spoilt = jnp.where(tiles.fine(left), 0.0, 1.0).astype(left.dtype)
+            bad = jnp.concatenate([bad] * len(sums)) + dot(spoilt, jnp.ones(right.shape, right.dtype), (1, 0))
+            left, right = tiles.cleaned(left), tiles.cleaned(right)
+        made = dot(left, right, (1, 0))
+        held = jnp.where(bad > 0, jnp.nan, made) if safe else made
+        for k, one in enumerate(sums):
+            one.put(chunk, first, held[k * n : (k + 1) * n], at)
+        return strange + tiles.folded(made[:8])
 
-            self.stage[:, :, at] = self.part[...].astype(self.stage.dtype)
+    return tiles.over(N, tiles.block_of(N, tiles.narrower(columns, left_ref.shape[0])), part, jnp.zeros((8, tiles.LANES), jnp.float32))
 
-            @pl.when((self.goes_on > 0) & (last < C))
-            def _to_be_continued() -> None:
-                self.behind[:, at] = self.part[last]
 
-            return strange + tiles.folded(sums[C * R :])
+class _Sends:
+    """Puts gradients where they belong: every run of a chunk that ends in this tile, of all factors.
 
-        return tiles.not_zero(tiles.over(N, block, part, jnp.zeros((8, tiles.LANES), jnp.float32)))
+    Args:
+        pairs: outputs ``[W, R, N]``, zeros where nothing is put, and stages ``[C, R, N]``.
+    """
+
+    def __init__(self, meta: Any, pairs: Sequence[tuple[Any, Any]], sem: Any, C: int, T: int):
+        self.meta, self.pairs, self.sem, self.C = meta, pairs, sem, C
+        self.ended = meta[0, 0, T + COUNT] - jnp.where(meta[0, 0, T + BEHIND] > 0, 1, 0)
 
     def _each(self, chunk: jax.Array, what: str) -> None:
-        """Every run of a chunk that ends in this tile."""
-        C = self.stage.shape[0]
-        ended = self.count - jnp.where(self.goes_on > 0, 1, 0)
-
         def one(i: jax.Array, _: None) -> None:
-            copy = pltpu.make_async_copy(self.stage.at[i], self.out.at[self.meta[0, 0, chunk * C + i]], self.sem)
-            getattr(copy, what)()
+            w = self.meta[0, 0, chunk * self.C + i]
+            for out, stage in self.pairs:
+                getattr(pltpu.make_async_copy(stage.at[i], out.at[w], self.sem), what)()
 
-        jax.lax.fori_loop(0, jnp.minimum(C, ended - chunk * C), one, None)
+        jax.lax.fori_loop(0, jnp.minimum(self.C, self.ended - chunk * self.C), one, None)
 
-    def send(self, chunk: jax.Array) -> None:
+    def start(self, chunk: jax.Array) -> None:
         self._each(chunk, "start")
 
     def wait(self, chunk: jax.Array) -> None:
@@ -230,53 +238,63 @@ class _Sums:
 def _back_kernel(meta, local, x, *refs, K: int, C: int, R: int, columns: int) -> None:
     g, refs = refs[:K], refs[K:]
     a, b, dx_onto, refs = refs[:K], refs[K : 2 * K], refs[2 * K], refs[4 * K + 1 :]  # behind it zeros, which the sums begin as
-    dx, da, db, refs = refs[0], refs[1 : 1 + K], refs[1 + K : 1 + 2 * K], refs[1 + 2 * K :]
-    buffers, carries, stages, parts = (refs[2 * K * i : 2 * K * (i + 1)] for i in range(4))
-    h_refs, dh_refs, (left_ref, in_sem, out_sem) = refs[8 * K : 9 * K], refs[9 * K : 10 * K], refs[10 * K :]
+    dx, grads, refs = refs[0], refs[1 : 1 + 2 * K], refs[1 + 2 * K :]
+    buffers, carries, stages = (refs[2 * K * i : 2 * K * (i + 1)] for i in range(3))
+    dh_ref, turned, in_sem, out_sem = refs[6 * K :]
+    dh_left, h_left = (turned.at[i * K * C * R : (i + 1) * K * C * R] for i in range(2))
     T = x.shape[0]
     count = meta[0, 0, T + COUNT]
     rows = tiles.Rows(local, T, C, R)
     fetch = tiles.Fetch(meta, [*zip((*a, *b), buffers)], in_sem, C, count)
     fetch.clear()
-    of_factors = enumerate(zip((*da, *db), carries, stages, parts))
-    sums = [_Sums(meta, out, carry, stage, part, out_sem.at[n], T) for n, (out, carry, stage, part) in of_factors]
+    sums = [_Sums(meta, carry, stage, T) for carry, stage in zip(carries, stages)]
+    sends = _Sends(meta, [*zip(grads, stages)], out_sem, C, T)
 
     @pl.when(count == 0)
     def _none() -> None:
         dx[...] = dx_onto[...]
 
+    def computed(chunk: jax.Array, first: bool, safe: bool, halves: bool) -> jax.Array:
+        slot, held = rem(chunk, 2), C // 2 if halves else C
+        n, m = C * R, held * R
+        if halves and K == 2:  # both projections' columns beside each other
+            a_buf, mine = [one.at[:, :held] for one in buffers[:K]], [rows.own(chunk, k) for k in range(K)]
+            own = [mine[0] | mine[1]]
+            dh = [sum(tiles.shrink(g[k], [buffers[K + k].at[:, :held]] * 2, slot, mine[k], columns)[0] for k in range(K))]
+        else:
+            a_buf, own = buffers[:K], [rows.own(chunk)] * K
+            dh = [tiles.shrink(g[k], [buffers[K + k]], slot, own[k], columns)[0] for k in range(K)]
+        for k, one in enumerate(dh):
+            dh_ref[:, k * n : (k + 1) * n] = one.astype(x.dtype)
+        # Of nine orders of these and of what follows none took fewer bundles on v6e and TPU7x: what is turned is not waited for.
+        _turn(dh, dh_left, K * m)
+        _turn(tiles.shrink(x, a_buf, slot, own[0], columns), h_left, K * m)
+        across = div(jax.lax.broadcasted_iota(jnp.int32, (m, T), 0), R) + chunk * C == local[0]
+        outer = functools.partial(_outer, own=across, columns=columns, safe=safe)
+        strange = outer(sums[:K], chunk, first, dh_left.at[: K * m], x)
+        strange += sum(outer([sums[K + k]], chunk, first, h_left.at[k * m : (k + 1) * m], g[k]) for k in range(K))
+        h = dh_ref.at[:, : len(dh) * n]
+        strange += tiles.expand(h, a_buf, own, slot, dx_onto if first else dx, dx, columns, safe)
+        return tiles.not_finite(strange)
+
     def chunk_of(chunk: jax.Array, first: bool, safe: bool) -> jax.Array:
         if not first:
-            for one in sums:
-                one.wait(chunk - 1)
-        slot, own, strange = rem(chunk, 2), rows.own(chunk), jnp.int32(0)
-        own_across = div(jax.lax.broadcasted_iota(jnp.int32, (C * R, T), 0), R) + chunk * C == local[0]
-        for ref, h in zip(h_refs, tiles.shrink(x, buffers[:K], slot, own, columns)):
-            ref[...] = h.astype(x.dtype)
-        for k in range(K):
-            left_ref[: C * R] = _turned(h_refs[k][...])
-            strange += sums[K + k].add(chunk, first, left_ref, g[k], own_across, safe)
-            [dh] = tiles.shrink(g[k], [buffers[K + k]], slot, own, columns)
-            dh_refs[k][:T] = dh.astype(x.dtype)
-            left_ref[: C * R] = _turned(dh_refs[k][:T])
-            strange += sums[k].add(chunk, first, left_ref, x, own_across, safe)
-        old = dx_onto if first else dx
-        strange += tiles.expand([*map(tiles.Term, dh_refs, buffers[:K])], slot, rows, chunk, old, dx, columns, safe)
-        for one in sums:
-            one.send(chunk)
+            sends.wait(chunk - 1)
+        if first and C > 1:
+            both = [functools.partial(computed, chunk, first, safe, halves) for halves in (True, False)]
+            strange = jax.lax.cond(count <= C // 2, *both)
+        else:
+            strange = computed(chunk, first, safe, False)
+        sends.start(chunk)
         return strange
 
     def all_chunks(safe: bool) -> jax.Array:
         strange = tiles.over_chunks(count, C, fetch, functools.partial(chunk_of, safe=safe))
-        for one in sums:
-            one.wait(div(count + C - 1, C) - 1)
+        sends.wait(div(count + C - 1, C) - 1)
         return strange
 
     @pl.when(count > 0)
     def _some() -> None:
-        left_ref[C * R :] = jnp.zeros((tiles.ZEROS, T), left_ref.dtype)
-        for ref in dh_refs:
-            ref[T:] = jnp.zeros((tiles.ZEROS, C * R), ref.dtype)
         strange = all_chunks(False)
 
         @pl.when(strange > 0)
@@ -284,21 +302,22 @@ def _back_kernel(meta, local, x, *refs, K: int, C: int, R: int, columns: int) ->
             all_chunks(True)
 
 
-def _turned(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.float32).T.astype(x.dtype)  # 32-bit entries alone can be turned around
+def _turn(sheets: Sequence[jax.Array], out_ref: Any, n: int) -> None:
+    """``[T, .]`` float32 each, the other way round below each other in the first n rows; 32-bit entries alone can be turned."""
+    each = n // len(sheets)
+    for k, one in enumerate(sheets):
+        out_ref[k * each : (k + 1) * each] = one.T[:each].astype(out_ref.dtype)
 
 
 def _back_scratch(x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array], config: Config) -> list[Any]:
-    R, vmem, factors = a[0].shape[1], pltpu.VMEM, [*a, *b]
+    K, R, vmem, factors = len(a), a[0].shape[1], pltpu.VMEM, [*a, *b]
     C, tile = tiles.chunk_size(R), tiles.tile_rows(x, config)
     return [
         *(vmem((2, C, *w.shape[1:]), w.dtype) for w in factors),
         *(vmem((2, *w.shape[1:]), jnp.float32) for w in factors),
         *(vmem((C, *w.shape[1:]), w.dtype) for w in factors),
-        *(vmem((C, R, tiles.block_of(w.shape[2], config.columns)), jnp.float32) for w in factors),
-        *(vmem((tile, C * R), x.dtype) for _ in a),
-        *(vmem((tile + tiles.ZEROS, C * R), x.dtype) for _ in a),
-        vmem((C * R + tiles.ZEROS, tile), x.dtype),
+        vmem((tile, K * C * R), x.dtype),
+        vmem((2 * K * C * R, tile), x.dtype),
     ]
 
 
@@ -319,7 +338,7 @@ def backward(
     widths, factors = [w.shape[2] for w in b], [*a, *b]
     zeros = [jnp.zeros(w.shape, w.dtype) for w in factors]
     anywhere = [pl.BlockSpec(memory_space=pl.ANY)] * (2 * K)
-    semaphores = [pltpu.SemaphoreType.DMA((2,)), pltpu.SemaphoreType.DMA((2 * K,))]
+    semaphores = [pltpu.SemaphoreType.DMA((2,)), pltpu.SemaphoreType.DMA(())]
     kernel = functools.partial(_back_kernel, K=K, C=C, R=R, columns=config.columns)
     first = 3 + K + 2 * K  # inputs before ``dx_onto``
     dx, *grads = pl.pallas_call(

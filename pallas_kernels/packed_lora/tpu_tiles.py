@@ -18,7 +18,6 @@ from pallas_kernels.naturals import div, rem
 from pallas_kernels.products import dot
 
 LANES = 128
-ZEROS = 16  # rows of zeros in products that show what is not finite; as many as a tile of bfloat16 has
 
 VMEM_LIMIT = 56 << 20  # of 64 MiB a core on a TPU7x, the smallest
 ROOM = 54 << 20  # of it by our own count: what needed 51 MiB compiled for all chips, what needed 55 did not for a TPU7x
@@ -40,8 +39,15 @@ class Config(NamedTuple):
     columns: int = 2048
 
 
-def require_room(scratch: Sequence[Any], blocks: Sequence[tuple[int, int, Any]], x: jax.Array) -> None:
-    """Memory of a core for the scratch, for blocks of rows, of which one is computed while another travels, and for values on the way."""
+def require_room(scratch: Sequence[Any], blocks: Sequence[tuple[int, int, Any]], x: jax.Array, made: int = 0) -> None:
+    """Memory of a core for the scratch, for blocks of rows, of which one is computed while another travels, and for values on the way.
+
+    Args:
+        made: rows of the products' results, if more than a tile's.
+
+    Raises:
+        NotImplementedError: there is less.
+    """
 
     def nbytes(shape: Sequence[int], dtype: Any) -> int:
         size = jnp.dtype(dtype).itemsize
@@ -49,7 +55,8 @@ def require_room(scratch: Sequence[Any], blocks: Sequence[tuple[int, int, Any]],
         return math.prod(outer) * (-(-rows // (32 // size)) * (32 // size)) * (-(-columns // LANES) * LANES) * size
 
     held = sum(nbytes(one.shape, one.dtype) for one in scratch) + 2 * sum(nbytes(block[:2], block[2]) for block in blocks)
-    values = 3 * nbytes((tile_rows(x, Config()) + ZEROS, Config().columns), jnp.float32)
+    made = max(made, tile_rows(x, Config()))
+    values = 3 * nbytes((made, narrower(Config().columns, made)), jnp.float32)
     if held + values > ROOM:
         raise NotImplementedError(f"tiles and factors need {(held + values) >> 20} MiB of a core's memory, and {ROOM >> 20} are there")
 
@@ -116,6 +123,11 @@ def estimate(of: cost.Cost) -> Any:
 def block_of(n: int, most: int) -> int:
     """The largest divisor of n that is a multiple of LANES and at most ``most``."""
     return max(d for d in range(LANES, min(n, max(most, LANES)) + 1, LANES) if n % d == 0)
+
+
+def narrower(columns: int, rows: int) -> int:
+    """Columns of blocks of so many rows, of high ranks fewer: no more values on their way than of 256 rows."""
+    return columns * 2 * LANES // max(rows, 2 * LANES)
 
 
 def over(n: int, block: int, body: Any, carry: Any = None) -> Any:
@@ -229,64 +241,42 @@ def shrink(x_ref: Any, w: Sequence[Any], slot: jax.Array, own: jax.Array, column
     return h if scale is None else [one * scale for one in h]
 
 
-class Term(NamedTuple):
-    """A product that ``expand`` adds.
-
-    Attributes:
-        h: ``[T + ZEROS, C R]``, zeros where a column is not the row's own.
-        factors: buffer ``[2, C, R, F]``.
-        half: as for ``Rows.own``.
-    """
-
-    h: Any
-    factors: Any
-    half: int | None = None
-
-    def columns(self, slot: jax.Array, at: Any) -> jax.Array:
-        """``[C R, n]``."""
-        _, C, R, _ = self.factors.shape
-        if self.half is None:
-            return self.factors[slot, :, :, at].reshape(C * R, at.size).astype(self.h.dtype)
-        w = self.factors[slot, : C // 2, :, at].reshape(C * R // 2, at.size).astype(self.h.dtype)
-        return jnp.concatenate([w, w])
-
-
 def expand(
-    terms: Sequence[Term], slot: jax.Array, rows: Rows, chunk: jax.Array, old_ref: Any, out_ref: Any, columns: int, safe: bool
+    h_ref: Any, factors: Sequence[Any], own: Sequence[jax.Array], slot: jax.Array, old_ref: Any, out_ref: Any, columns: int, safe: bool
 ) -> jax.Array:
-    """Adds h times the chunk's factors, summed over ``terms``, to ``old``; whether a factor was not finite.
+    """Adds h times a chunk's factors, those of all buffers below each other, to ``old``; what ``not_finite`` tells a factor's from.
 
     Args:
+        h_ref: ``[T, n]``, zeros where a column is not the row's own.
+        factors: buffers ``[2, C, R, F]``, of n rows together.
+        own: which columns those are, in pieces beside each other.
         safe: no row sees what is not finite in factors that are not its own.
     """
-    T, F = out_ref.shape
-    block = block_of(F, columns)
+    F = out_ref.shape[1]
 
     def part(at: Any, strange: jax.Array) -> jax.Array:
-        delta = jnp.zeros((T + ZEROS, block), jnp.float32)
-        bad = jnp.zeros((T, block), jnp.float32)
-        for term in terms:
-            w = term.columns(slot, at)
-            if safe:
-                own = jnp.where(rows.own(chunk, term.half), 1.0, 0.0).astype(w.dtype)
-                bad += dot(own, jnp.where(fine(w), 0.0, 1.0).astype(w.dtype), (1, 0))
-                w = cleaned(w)
-            delta += dot(term.h[...], w, (1, 0))
-        new = old_ref[:, at].astype(jnp.float32) + delta[:T]
+        w = jnp.concatenate([one[slot, :, :, at].reshape(-1, at.size).astype(h_ref.dtype) for one in factors])
+        if safe:
+            mine = jnp.concatenate([jnp.where(one, 1.0, 0.0).astype(w.dtype) for one in own], axis=1)
+            bad = dot(mine, jnp.where(fine(w), 0.0, 1.0).astype(w.dtype), (1, 0))
+            w = cleaned(w)
+        delta = dot(h_ref[...], w, (1, 0))
+        new = old_ref[:, at].astype(jnp.float32) + delta
         out_ref[:, at] = (jnp.where(bad > 0, jnp.nan, new) if safe else new).astype(out_ref.dtype)
-        return strange + folded(delta[T:])
+        return strange + folded(delta[:8])
 
-    return not_zero(over(F, block, part, jnp.zeros((8, LANES), jnp.float32)))
+    return over(F, block_of(F, narrower(columns, h_ref.shape[1])), part, jnp.zeros((8, LANES), jnp.float32))
 
 
-def folded(zeros: jax.Array) -> jax.Array:
+def folded(made: jax.Array) -> jax.Array:
     """``[8, 128]`` sum of ``[T, n]``."""
-    parts = [zeros[i : i + 8, j : j + LANES] for i in range(0, zeros.shape[0], 8) for j in range(0, zeros.shape[1], LANES)]
+    parts = [made[i : i + 8, j : j + LANES] for i in range(0, made.shape[0], 8) for j in range(0, made.shape[1], LANES)]
     return functools.reduce(jnp.add, parts)
 
 
-def not_zero(strange: jax.Array) -> jax.Array:
-    return jnp.where(jnp.sum(strange) == 0.0, 0, 1)  # NaN is not 0
+def not_finite(strange: jax.Array) -> jax.Array:
+    """1 if a sum of products' first eight rows is not finite: what is not finite on a product's right side reaches every row."""
+    return jnp.where(fine(jnp.sum(strange)), 0, 1)
 
 
 def over_chunks(count: jax.Array, C: int, fetch: Fetch, body: Any) -> Any:

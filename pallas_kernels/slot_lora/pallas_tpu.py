@@ -16,7 +16,7 @@ from pallas_kernels.naturals import rem
 from pallas_kernels.packed_lora import pallas_tpu as packed
 from pallas_kernels.packed_lora import tpu_tiles as tiles
 from pallas_kernels.packed_lora.runs import COUNT, slots_of
-from pallas_kernels.packed_lora.tpu_tiles import ZEROS, Config
+from pallas_kernels.packed_lora.tpu_tiles import Config
 from pallas_kernels.products import dot
 
 
@@ -100,12 +100,12 @@ def _expand_kernel(meta, local, h, b, onto, out, b_buf, h_ref, sem, *, C: int, R
 
     def chunk_of(chunk: jax.Array, first: bool, safe: bool) -> jax.Array:
         across = dot(h[...], _fold(C * R, R), (1, 1))
-        h_ref[:T] = jnp.where(rows.own(chunk), across, 0.0).astype(h_ref.dtype)
-        return tiles.expand([tiles.Term(h_ref, b_buf)], rem(chunk, 2), rows, chunk, onto if first else out, out, columns, safe)
+        own = rows.own(chunk)
+        h_ref[...] = jnp.where(own, across, 0.0).astype(h_ref.dtype)
+        return tiles.not_finite(tiles.expand(h_ref, [b_buf], [own], rem(chunk, 2), onto if first else out, out, columns, safe))
 
     @pl.when(count > 0)
     def _some() -> None:
-        h_ref[T:] = jnp.zeros((ZEROS, C * R), h_ref.dtype)
         strange = tiles.over_chunks(count, C, fetch, functools.partial(chunk_of, safe=False))
 
         @pl.when(strange > 0)
@@ -119,7 +119,7 @@ def _shrink_scratch(a: jax.Array) -> list[Any]:
 
 def _expand_scratch(b: jax.Array, onto: jax.Array, config: Config) -> list[Any]:
     C, R = tiles.chunk_size(b.shape[1]), b.shape[1]
-    return [*_shrink_scratch(b), pltpu.VMEM((tiles.tile_rows(onto, config) + ZEROS, C * R), onto.dtype)]
+    return [*_shrink_scratch(b), pltpu.VMEM((tiles.tile_rows(onto, config), C * R), onto.dtype)]
 
 
 def shrink(

@@ -108,9 +108,10 @@ def test_tokens_behind_a_stop_are_not_found(rng, tiny_base):
     engine = Engine(tiny_base(), lambda ids: "".join(f"<{i}>" for i in ids), rows=(2,), reuse_decoded=True)
     engine.warm()
     prompt = some(rng, 33)
-    [[whole]] = engine.generate([Request(prompt, max_tokens=NEW, temperature=0, tenant="other")])
+    # Drawn, not greedy: a tiny base repeats itself, and one prompt in three had no new token so late.
+    [[whole]] = engine.generate([Request(prompt, max_tokens=NEW, tenant="other")])
     at = next(i for i in range(34, NEW) if whole.tokens[i] not in whole.tokens[:i])
-    [[c]] = engine.generate([Request(prompt, max_tokens=NEW, temperature=0, stop=(f"<{whole.tokens[at]}>",))])
+    [[c]] = engine.generate([Request(prompt, max_tokens=NEW, stop=(f"<{whole.tokens[at]}>",))])
     assert c.tokens == whole.tokens[: at + 1]
     [[c]] = engine.generate([Request((*prompt, *c.tokens, 5), max_tokens=1)])
     assert c.reused == whole_pages(len(prompt) + at)
