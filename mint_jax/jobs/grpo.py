@@ -226,7 +226,8 @@ class ConcurrentGrpo:
         self.trainer = Trainer(trained_through(base, config), policies, config.max_tokens_per_pass, config.remat)
         tokenizer = base.need_tokenizer()
         replay = base.cfg.routed and any(m.sampling.replay for m in self.members.values())
-        self.engine = Engine(base, tokenizer.decode, config.max_rows, keep_routes=replay, cache_bytes=common.cache_bytes(config))
+        cache_bytes = common.cache_bytes(config)
+        self.engine = Engine(base, tokenizer.decode, config.max_rows, keep_routes=replay, cache_bytes=cache_bytes, keep_cache=False)
         self.stop_ids = tokenizer.eos_ids
         self.tokens = 0  # sampled in this process
         self.watch = scoring.Watch(config.reward_timeout)

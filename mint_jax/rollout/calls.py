@@ -7,6 +7,7 @@ makes it; they do as they are told (``follow``) and know of no request. Residenc
 
     begin       which engine calls, and whether the others want the answers
     make        an empty pool
+    release     its memory
     prefill     a plan of blocks
     decode      a plan of rows, steps, and whether alternatives are wanted
     move        pages that are made of others' contents
@@ -36,7 +37,7 @@ from mint_jax.rollout.request import Completion
 from mint_jax.rollout.sample import Penalties, SamplingParams
 
 RECORDS = {record.__name__: record for record in (Asked, Blocks, Moves, Penalties, Rows, SamplingParams, Teams)}
-OURS = ("make", "prefill", "decode", "move", "keep", "restore", "forget", "routes")
+OURS = ("make", "release", "prefill", "decode", "move", "keep", "restore", "forget", "routes")
 
 
 class Obeys(Protocol):
@@ -100,6 +101,10 @@ class Calls:
         """An empty pool of so many pages in each part."""
         self._all("make", pages)
 
+    def release(self) -> None:
+        """Gives the pool's memory back; the next that is asked for is ``make``."""
+        self._all("release")
+
     def prefill(self, plan: Blocks) -> Any:
         """Writes blocks; what is asked of them, on the host."""
         return self._all("prefill", plan)
@@ -148,6 +153,9 @@ class Calls:
     def _make(self, pages: int) -> None:
         self.pool = None
         self.pool = device.empty_pool(self.base.cfg, self.base.mesh, pages, self.base.dtype, self.keep_routes)
+
+    def _release(self) -> None:
+        self.pool = None
 
     def _prefill(self, plan: Blocks) -> Any:
         self.pool, scores = device.prefill(self.base.params, self.stacks, self.pool, plan, cfg=self.base.cfg)

@@ -13,6 +13,7 @@ Axes: R rows, C blocks of prefill, D table entries, U pages, K steps of a dispat
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import chex
@@ -192,10 +193,14 @@ def pool_shardings(cfg: ModelConfig, specs: Any, mesh: Mesh) -> Any:
 
 def empty_pool(cfg: ModelConfig, mesh: Mesh, pages: int, dtype: Any, routes: bool = False) -> Pool:
     """A pool of ``pages`` pages on each of the mesh's parts (``page_parts``)."""
-    specs = pool_specs(cfg, pages * page_parts(cfg, mesh), dtype, routes, lanes(mesh))
-    make = jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), specs), out_shardings=pool_shardings(cfg, specs, mesh))
     with jax.set_mesh(mesh):
-        return make()
+        return _maker(cfg, mesh, pages, jnp.dtype(dtype), routes)()
+
+
+@functools.lru_cache(16)  # an engine that gives its cache's memory back asks in every call
+def _maker(cfg: ModelConfig, mesh: Mesh, pages: int, dtype: Any, routes: bool) -> Callable[[], Pool]:
+    specs = pool_specs(cfg, pages * page_parts(cfg, mesh), dtype, routes, lanes(mesh))
+    return jax.jit(lambda: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), specs), out_shardings=pool_shardings(cfg, specs, mesh))
 
 
 def page_parts(cfg: ModelConfig, mesh: Mesh) -> int:

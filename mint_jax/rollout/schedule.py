@@ -9,12 +9,15 @@
 A sequence is one sample of a request. Its prompt's blocks are held as long as any of the request's samples run; its own pages are
 taken as it grows. Older sequences come first in everything, so that each one that is admitted ends: the oldest of a part can have
 every page of it, and a request that would not fit then is refused at the door.
+
+A call of prefill costs the same with places that are empty. Blocks of prompts that wait are read *ahead* in those that running ones
+leave, and are given up before anyone goes without a page for them.
 """
 
 import dataclasses
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from mint_jax.models.paged import PAGE, RUN, RUN_PAGES, TEAM
@@ -29,7 +32,7 @@ class Prompt:
     Attributes:
         key: tenant and version of the weights that read it.
         part: whose pages it has.
-        blocks: while ``users`` is above 0.
+        blocks: while ``users`` is above 0, and while it is read ahead.
         reused: tokens that were there when it was opened first.
         routes, scores: what was read of it, where asked for; scores by the number of the block.
     """
@@ -135,6 +138,7 @@ class Schedule:
         self.waiting: deque[Sample] = deque()
         self.swapped: list[Sample] = []
         self.running: list[Sample] = []
+        self.ahead: list[Prompt] = []  # that hold blocks, and no sample of them runs
         self._order = itertools.count()
 
     @property
@@ -188,19 +192,12 @@ class Schedule:
         parts = [prompt.part] if prompt.users else sorted(range(len(self.pages)), key=lambda p: (self.rows_of(p), -self.pages[p].available))
         wanted = pages_for(tokens, PAGE)
         for part in parts:
-            pool = self.pages[part]
-            if self.rows_of(part) >= self.rows:
+            if self.rows_of(part) >= self.rows or not (prompt.users or self._open(prompt, part, wanted)):
                 continue
-            if not prompt.users:
-                opened = pool.open(prompt.key, prompt.prefix, wanted, prompt.scored_from)
-                if opened is None:
-                    continue
-                prompt.blocks, found = opened
-                prompt.part = part
-                if prompt.reused is None:
-                    prompt.reused = found * PAGE
-            if (pages := pool.take(wanted)) is None:
+            if (pages := self._take(part, wanted, prompt)) is None:
                 continue
+            if prompt in self.ahead:
+                self.ahead.remove(prompt)
             prompt.users += 1
             sequence.pages = pages
             self.running.append(sequence)
@@ -208,26 +205,76 @@ class Schedule:
             return True
         return False
 
+    def _open(self, prompt: Prompt, part: int, spare: int, give_up: bool = True) -> bool:
+        """Gives a prompt its blocks in a part, if it has not got them there; whether there are pages for them, and ``spare`` more."""
+        if prompt in self.ahead:
+            if prompt.part == part:
+                return True
+            self._close(prompt)
+        while (opened := self.pages[part].open(prompt.key, prompt.prefix, spare, prompt.scored_from)) is None:
+            if not (give_up and self._give_up(part)):
+                return False
+        prompt.part, (prompt.blocks, found) = part, opened
+        if prompt.reused is None:
+            prompt.reused = found * PAGE
+        return True
+
+    def _close(self, prompt: Prompt) -> None:
+        self.pages[prompt.part].close(prompt.blocks)
+        prompt.blocks = []
+        if prompt in self.ahead:
+            self.ahead.remove(prompt)
+
+    def _take(self, part: int, count: int, but: Prompt | None = None) -> list[int] | None:
+        """Pages of a part, also of what was read ahead of ``but``; None where there are not as many."""
+        while (pages := self.pages[part].take(count)) is None:
+            if not self._give_up(part, but):
+                return None
+        return pages
+
+    def _give_up(self, part: int, but: Prompt | None = None) -> bool:
+        """Gives up the last prompt that a part has ahead; its whole blocks that are read can still be found. Whether there was one."""
+        last = next((prompt for prompt in reversed(self.ahead) if prompt.part == part and prompt is not but), None)
+        if last is not None:
+            self._close(last)
+        return last is not None
+
     def rows_of(self, part: int) -> int:
         """Rows of a part that run."""
         return sum(s.prompt.part == part for s in self.running)
 
-    def to_prefill(self, count: int, scored: bool = False) -> list[list[tuple[Prompt, int]]]:
+    def to_prefill(
+        self, count: int, scored: bool = False, loaded: Callable[[Sample], bool] = lambda s: True
+    ) -> list[list[tuple[Prompt, int]]]:
         """Of each part up to ``count`` blocks that are to be written next, each as its prompt and number; they count as written.
 
         Args:
             scored: those whose places are scored, as soon as all before them are written, or the others.
+            loaded: as of ``admit``.
         """
         out: list[list[tuple[Prompt, int]]] = [[] for _ in self.pages]
         for prompt in dict.fromkeys(s.prompt for s in self.running):
-            mine, first = out[prompt.part], len(prompt.blocks) if prompt.scored_from is None else prompt.scored_from
-            if scored and not all(block.ready for block in prompt.blocks[:first]):
-                continue
-            for i in range(first, len(prompt.blocks)) if scored else range(first):
-                if not prompt.blocks[i].ready and len(mine) < count:
-                    prompt.blocks[i].ready = True
-                    mine.append((prompt, i))
+            first = len(prompt.blocks) if prompt.scored_from is None else prompt.scored_from
+            if not scored:
+                _write(prompt, range(first), out[prompt.part], count)
+            elif all(block.ready for block in prompt.blocks[:first]):
+                _write(prompt, range(first, len(prompt.blocks)), out[prompt.part], count)
+        if any(out) and not scored and not self.swapped:
+            self._read_ahead(out, count, loaded)
         return out
+
+    def _read_ahead(self, out: list[list[tuple[Prompt, int]]], count: int, loaded: Callable[[Sample], bool]) -> None:
+        """Fills what is left of a call, with those that wait in their order, up to the first that the pages do not suffice for."""
+        for sequence in itertools.islice((s for s in self.waiting if loaded(s)), self.rows):
+            prompt = sequence.prompt
+            if prompt.users or not prompt.length or prompt.scored_from == 0:  # none of its blocks is read by this program
+                continue
+            if prompt not in self.ahead:
+                part = min(range(len(out)), key=lambda p: len(out[p]))
+                if len(out[part]) == count or not self._open(prompt, part, self.rows_of(part), give_up=False):
+                    return
+                self.ahead.append(prompt)
+            _write(prompt, range(len(prompt.blocks))[: prompt.scored_from], out[prompt.part], count)
 
     def to_decode(self, steps: int, preempt: Callable[[Sample], Any]) -> list[tuple[Sample, int]]:
         """The rows that decode next, and how many own tokens each may reach.
@@ -241,15 +288,15 @@ class Schedule:
         for sequence in list(self.running):
             if sequence not in self.running or not sequence.prompt.ready:
                 continue
-            pool = self.pages[sequence.prompt.part]
+            part = sequence.prompt.part
             goal = min(sequence.own + (1 if sequence.matcher is not None else steps), sequence.limit)
             while (lacking := pages_for(goal, PAGE) - len(sequence.pages)) > 0:
-                if (pages := pool.take(lacking)) is not None:
+                if (pages := self._take(part, lacking)) is not None:
                     sequence.pages += pages
                 elif sequence.room > sequence.own:
                     goal = sequence.room
                 else:
-                    victim = max((s for s in self.running if s.prompt.part == sequence.prompt.part), key=lambda s: s.order)
+                    victim = max((s for s in self.running if s.prompt.part == part), key=lambda s: s.order)
                     self._preempt(victim, preempt)
                     if victim is sequence:
                         break
@@ -270,6 +317,8 @@ class Schedule:
             self.swapped.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
+            if sequence.prompt in self.ahead and all(s.prompt is not sequence.prompt for s in self.waiting):
+                self._close(sequence.prompt)
         sequence.swapped = None
 
     def extend(self, sequence: Sample, move: Callable[[int, Sequence[tuple[int, int, int, int, int]]], Any]) -> None:
@@ -301,13 +350,11 @@ class Schedule:
 
     def _release(self, sequence: Sample) -> None:
         self.running.remove(sequence)
-        pool, prompt = self.pages[sequence.prompt.part], sequence.prompt
-        pool.give(sequence.pages)
+        self.pages[sequence.prompt.part].give(sequence.pages)
         sequence.pages = []
-        prompt.users -= 1
-        if not prompt.users:
-            pool.close(prompt.blocks)
-            prompt.blocks = []
+        sequence.prompt.users -= 1
+        if not sequence.prompt.users:
+            self._close(sequence.prompt)
 
     def check(self) -> None:
         """Whether all pages are accounted for; for tests.
@@ -320,11 +367,22 @@ class Schedule:
             prompts = Counter(s.prompt for s in mine)
             if len(mine) > self.rows or any(prompt.users != n for prompt, n in prompts.items()):
                 raise RuntimeError(f"part {part} has more rows than there are, or a prompt other users than its samples that run")
-            users = Counter(b for prompt in prompts for b in prompt.blocks)
+            ahead = [prompt for prompt in self.ahead if prompt.part == part]
+            users = Counter(b for prompt in (*prompts, *ahead) for b in prompt.blocks)
             unseen = [b.page for b in users if not b.indexed or b.root.closed]
             pool.check([page for s in mine for page in s.pages] + unseen, users)
         if any(s.pages or s.finish for s in (*self.waiting, *self.swapped)):
             raise RuntimeError("a sequence that does not run has pages, or has ended")
+        if any(prompt.users for prompt in self.ahead) or not {*self.ahead} <= {s.prompt for s in self.waiting}:
+            raise RuntimeError("a prompt is read ahead that runs already, or that nobody waits with")
+
+
+def _write(prompt: Prompt, numbers: Iterable[int], into: list[tuple[Prompt, int]], count: int) -> None:
+    """Adds those of a prompt's blocks that are not written, until there are ``count``."""
+    for i in numbers:
+        if not prompt.blocks[i].ready and len(into) < count:
+            prompt.blocks[i].ready = True
+            into.append((prompt, i))
 
 
 def longest_table(context: int) -> int:

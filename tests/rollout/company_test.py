@@ -24,6 +24,7 @@ from mint_jax.models import transformer
 from mint_jax.models.paged import PAGE
 from mint_jax.rollout import device
 from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.pages import pages_for
 from mint_jax.rollout.request import Request
 from tests.laws.isolation_test import bits
 from tests.laws.shardings_equal_test import save_checkpoint
@@ -192,6 +193,34 @@ def test_hits_of_the_prompts_cache_change_no_bit(world):
     assert engine.counts["reused_tokens"] - before == BOTH
     [[cold]] = world.engine(LARGE).generate([other], world.stacks)
     assert_same(hit, cold)
+
+
+def test_prompts_that_wait_are_read_in_the_places_that_calls_leave_and_no_bit_changes(world):
+    engine, rng = world.engine(64, rows=(4,)), world.rng
+    lengths = [int(n) for n in rng.integers(2, 6 * PAGE, 14)]
+    asked = [Request(tokens(rng, n), world.slots.get(SOUND[n % len(SOUND)]), max_tokens=3, seed=seed(rng)) for n in lengths]
+    together = engine.generate(asked, world.stacks)
+    assert engine.counts["prefills"] == pages_for(sum(pages_for(n - 1, PAGE) for n in lengths), engine.blocks), "a place was empty"
+    engine._schedule.check()
+    assert not engine._schedule.ahead
+    for request, mine in zip(asked, together, strict=True):
+        [theirs] = engine.generate([dataclasses.replace(request, tenant="alone")], world.stacks)
+        assert_same(mine[0], theirs[0])
+
+
+def test_a_cache_whose_memory_is_given_back_between_calls_changes_no_bit_and_compiles_nothing(llama):
+    engine = llama.engine(LARGE, keep_cache=False)
+    page = device.page_bytes(llama.base.cfg, llama.base.dtype, False)
+
+    def held() -> int:
+        return sum(x.nbytes for x in jax.live_arrays())
+
+    before = held()
+    for first in (True, False):
+        with compilations() as compiled:
+            llama.expect(engine.generate(llama.asked, llama.stacks))
+        assert first or not compiled
+        assert held() < before + page
 
 
 def test_neighbours_that_are_cancelled_change_no_bit(world):

@@ -1,6 +1,7 @@
 """Who runs next, as properties: random requests over caches that hold little more than one of them, with a device that only remembers
 what was written to which page."""
 
+import itertools
 import math
 from collections import Counter
 
@@ -38,7 +39,7 @@ class Device:
         self.memory: list[dict[tuple[int, int], object]] = [{} for _ in range(parts)]
         self.stops = 0
         self.turns = self.operations = 0
-        self.preempted = self.reused = 0
+        self.preempted = self.reused = self.ahead = 0
         self.samples: list[Sample] = []
         self.started: list[Sample] = []
         self.loads: list[Prompt] = []
@@ -75,6 +76,7 @@ class Device:
     def read(self, sample: Sample) -> object:
         """Preempts."""
         assert sample.order == max(s.order for s in self.schedule.running if s.prompt.part == sample.prompt.part), "not the youngest"
+        assert all(prompt.part != sample.prompt.part for prompt in self.schedule.ahead), "somebody goes without for one that waits"
         self.check_contents(sample)
         self.preempted += 1
         memory = self.memory[sample.prompt.part]
@@ -107,11 +109,18 @@ class Device:
         assert new or self.schedule.running or not ready, "all is free and nobody runs"
 
     def prefill(self) -> bool:
-        todo = self.schedule.to_prefill(self.blocks)
+        todo = self.schedule.to_prefill(self.blocks, loaded=lambda s: s.prompt not in self.loads)
+        self.schedule.check()
+        running = {s.prompt for s in self.schedule.running}
+        left = [b for prompt in running for b in prompt.blocks if not b.ready and len(todo[prompt.part]) < self.blocks]
+        assert not left, "there is a place for it"
+        assert not any(todo) or running & {prompt for prompt, _ in itertools.chain(*todo)}, "a call for those alone that wait"
         for part, blocks in enumerate(todo):
             assert len(blocks) <= self.blocks
             for prompt, i in blocks:
                 assert prompt.part == part
+                assert prompt not in self.loads
+                self.ahead += prompt not in running
                 assert all(block.ready for block in prompt.blocks[:i]), "behind what is not written"
                 self.memory[part][prompt.blocks[i].page, 0] = self.text(prompt, i)
         return any(todo)
@@ -216,6 +225,7 @@ def test_every_request_ends_in_order_with_what_it_had_whatever_comes_between():
     assert sum(d.operations for d in done) >= 10_000
     assert sum(d.preempted for d in done) > 10, "small caches preempt"
     assert sum(d.reused for d in done) > 10 * PAGE, "prompts that begin alike share"
+    assert sum(d.ahead for d in done) > 20, "places that nobody needs are filled"
 
 
 def ended(device: Device, turns: int = 1000) -> Device:
@@ -261,6 +271,88 @@ def test_a_request_whose_adapter_is_not_there_is_passed_over_until_it_is():
     device.loads.clear()
     ended(device)
     assert device.started == [first, late, second]
+
+
+def of_pattern(pattern: int, length: int, most: int) -> Request:
+    return Request((pattern,) * length, max_tokens=most)
+
+
+def test_prompts_that_wait_are_read_in_the_places_that_are_left():
+    """Prompts of three, five and four blocks for one row: six calls of two blocks where each read by itself takes two, three and two."""
+    device = Device(parts=1, pages=40, rows=1, steps=16, blocks=2)
+    for pattern, length in enumerate((80, 150, 120)):
+        device.add(of_pattern(pattern, length, 3), ("a", None))
+    read, calls = Counter(), 0
+    while not device.schedule.idle:
+        device.admit()
+        while any(todo := device.schedule.to_prefill(2)):
+            calls += 1
+            for prompt, i in todo[0]:
+                device.memory[0][prompt.blocks[i].page, 0] = device.text(prompt, i)
+                read[prompt.prefix[0], i] += 1
+        device.decode(1)
+    assert read == {(pattern, i): 1 for pattern, blocks in ((0, 3), (1, 5), (2, 4)) for i in range(blocks)}
+    assert calls == 6
+
+
+def test_what_is_read_ahead_is_given_up_before_a_row_goes_without_and_is_read_again():
+    device = Device(parts=1, pages=7, rows=1, steps=16, blocks=4)
+    device.add(of_pattern(1, 65, 150), ("a", None))  # two pages, and up to five of its own
+    device.add(of_pattern(2, 70, 3), ("a", None))
+    first, second = device.samples
+    device.turn(1)
+    assert device.schedule.ahead == [second.prompt]
+    assert [block.ready for block in second.prompt.blocks] == [True, True, False]
+    while second.prompt.blocks:
+        device.turn(1)
+        assert device.schedule.running == [first]
+    assert not device.schedule.ahead
+    assert not device.preempted
+    ended(device)
+    assert (first.own, second.own) == (150, 3)
+
+
+def test_what_is_read_ahead_is_free_when_the_last_that_waits_for_it_is_cancelled():
+    device = Device(parts=1, pages=20, rows=1, steps=16, blocks=4)
+    device.add(of_pattern(1, 40, 50), ("a", None))
+    device.add(Request((2,) * 40, n=2, max_tokens=3), ("a", None))
+    device.turn(1)
+    _, one, other = device.samples
+    [prompt] = device.schedule.ahead
+    device.finish(one)
+    assert device.schedule.ahead == [prompt]
+    device.finish(other)
+    assert (device.schedule.ahead, prompt.blocks) == ([], [])
+    device.schedule.check()
+    ended(device)
+
+
+def test_a_prompt_whose_adapter_is_not_there_is_not_read_ahead():
+    device = Device(parts=1, pages=20, rows=1, steps=16, blocks=4)
+    device.add(of_pattern(1, 40, 50), ("a", None))
+    device.add(of_pattern(2, 40, 3), ("a", None), loaded=False)
+    device.add(of_pattern(3, 40, 3), ("a", None))
+    device.turn(1)
+    assert [prompt.prefix[0] for prompt in device.schedule.ahead] == [3]
+    ended(device)
+
+
+def test_who_was_read_ahead_in_a_part_without_a_row_runs_in_another():
+    device = Device(parts=2, pages=20, rows=1, steps=16, blocks=4)
+    for pattern, most in ((1, 60), (2, 3)):
+        device.add(of_pattern(pattern, 60, most), ("a", None))
+    device.add(of_pattern(3, 90, 3), ("a", None))
+    device.turn(1)
+    *_, waits = device.samples
+    assert device.schedule.ahead == [waits.prompt]
+    there = waits.prompt.part
+    other = next(s for s in device.samples if s is not waits and s.prompt.part != there)
+    if other in device.schedule.running:
+        device.finish(other)
+    device.admit()
+    assert waits in device.schedule.running
+    assert waits.prompt.part != there
+    ended(device)
 
 
 def test_samples_of_a_prompt_share_its_blocks_and_part_and_the_last_one_frees_them():
