@@ -25,6 +25,7 @@ from pallas_kernels.packed_attention import shapes as attention_shapes
 from pallas_kernels.packed_lora import shapes as lora_shapes
 from pallas_kernels.paged import PAGE, Rows
 from pallas_kernels.paged_attention import shapes as paged_shapes
+from pallas_kernels.slot_lora import shapes as slot_shapes
 
 
 class Call(NamedTuple):
@@ -77,6 +78,12 @@ def calls(device: Any) -> Iterator[Call]:
             ("packed_lora backward", packed_lora.BACKWARD, (x, a, b, wide, x, factor), 4),
         ):
             yield Call(f"{name} {tuple(s)}", lambda *args, table=table: dispatch.run("packed_lora", table, "auto", args), args, (onto,))
+    for s in (*slot_shapes.DECODE, *slot_shapes.PREFILL):
+        x, onto, (F,) = spec(s.rows, s.d_in, dtype=s.dtype), spec(s.rows, *s.d_out, dtype=s.dtype), s.d_out
+        a, b = (spec(s.factors, s.rank, n, dtype=s.dtype) for n in (s.d_in, F))
+        inner, factor = spec(s.rows, s.rank, dtype="float32"), spec(s.rows, dtype="int32")
+        yield Call(f"packed_lora shrink {tuple(s)}", packed_lora.pallas_gpu.shrink, (x, a, factor), ())
+        yield Call(f"packed_lora expand {tuple(s)}", packed_lora.pallas_gpu.expand, (inner, b, onto, factor), (2,))
     yield from _attention(spec)
 
 

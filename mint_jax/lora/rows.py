@@ -21,9 +21,9 @@ Axes: B rows, T tokens, L layers, S slots, P blocks, R rank, D in, F out, E expe
 
 import dataclasses
 import functools
-import itertools
+import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -203,9 +203,28 @@ class RowAdapters:
 # By the kernel.
 
 
-def _split(x: jax.Array, y: jax.Array, ends: Ends) -> tuple[str | None, ...]:
-    """How the mesh that is set splits rows, inputs and outputs: logical axes, None where it does not."""
-    return sharding.fitting((x.shape[0], x.shape[-1], y.shape[-1]), "batch", *ends)
+class _Split(NamedTuple):
+    """How the mesh that is set splits a projection: logical axes, None where it does not.
+
+    Attributes:
+        rows, inward, outward: of rows, inputs and outputs.
+        swap_in, swap_out: mesh axes that split rows and also inputs, or outputs (``fsdp``). Whole rows of a device become parts of
+            the rows of all that share these axes, which is what the factors are split for, and afterwards whole again.
+    """
+
+    rows: str | None
+    inward: str | None
+    outward: str | None
+    swap_in: tuple[str, ...]
+    swap_out: tuple[str, ...]
+
+
+def _split(x: jax.Array, y: jax.Array, ends: Ends) -> _Split:
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    rows, inward, outward = sharding.fitting((x.shape[0], x.shape[-1], y.shape[-1]), "batch", *ends)
+    of_rows = sharding.mesh_axes(rows, mesh)
+    swap_in, swap_out = (tuple(axis for axis in sharding.mesh_axes(wide, mesh) if axis in of_rows) for wide in (inward, outward))
+    return _Split(rows, inward, outward, swap_in, swap_out)
 
 
 def _require(x: jax.Array, y: jax.Array, bucket: RowBucket, layer: jax.Array, ends: Ends, op: Any) -> None:
@@ -216,15 +235,25 @@ def _require(x: jax.Array, y: jax.Array, bucket: RowBucket, layer: jax.Array, en
     """
     mesh: Any = jax.sharding.get_abstract_mesh()
     split = _split(x, y, ends)
-    for one, other in itertools.combinations((set(sharding.mesh_axes(axis, mesh)) for axis in split if axis), 2):
-        if both := one & other:
-            raise NotImplementedError(f"mesh axis {min(both)} splits two of rows, inputs and outputs")
+    inward, outward = (sharding.mesh_axes(axis, mesh) for axis in (split.inward, split.outward))
+    if both := set(inward) & set(outward):
+        raise NotImplementedError(f"mesh axis {min(both)} splits inputs and outputs")
+    for swapped, axes in ((split.swap_in, inward), (split.swap_out, outward)):
+        if swapped and swapped != axes:
+            raise NotImplementedError(f"mesh axes {axes} split inputs or outputs, and {swapped} of them rows too")
     a, b = bucket.factors["a"], bucket.factors["b"]
-    M, D, F = (size // (sharding.ways(axis, mesh) if axis else 1) for size, axis in zip((x[..., 0].size, x.shape[-1], y.shape[-1]), split))
+    M = x[..., 0].size // (sharding.ways(split.rows, mesh) if split.rows else 1)
+    D, F = (
+        size // (sharding.ways(axis, mesh) if axis else 1) for size, axis in ((x.shape[-1], split.inward), (y.shape[-1], split.outward))
+    )
     W, R = a.shape[0] * a.shape[1], a.shape[2]
-    x_MD, y_MF = jax.ShapeDtypeStruct((M, D), x.dtype), jax.ShapeDtypeStruct((M, F), y.dtype)
+
+    def wide(n: int, like: jax.Array, swapped: tuple[str, ...]) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((M * math.prod(mesh.shape[axis] for axis in swapped), n), like.dtype)
+
+    x_MD, y_MF = wide(D, x, split.swap_in), wide(F, y, split.swap_out)
     a_WRD, b_WRF = jax.ShapeDtypeStruct((W, R, D), a.dtype), jax.ShapeDtypeStruct((W, R, F), b.dtype)
-    if split[1] is None:
+    if split.inward is None and not split.swap_out:
         op.require_add(x_MD, a_WRD, b_WRF, y_MF)
     else:
         op.require_shrink(x_MD, a_WRD)
@@ -232,21 +261,36 @@ def _require(x: jax.Array, y: jax.Array, bucket: RowBucket, layer: jax.Array, en
 
 
 def _by_kernel(x: jax.Array, y: jax.Array, bucket: RowBucket, layer: jax.Array, ends: Ends, op: Any, interpret: Any = False) -> jax.Array:
-    rows, inward, outward = _split(x, y, ends)
+    rows, inward, outward, swap_in, swap_out = _split(x, y, ends)
+
+    def shrunk(x_MD: jax.Array, a: jax.Array, slot_M: jax.Array, first: jax.Array) -> jax.Array:
+        """``[M, R]``, where each device has a part of the inputs: what travels is the inner product, R numbers a row."""
+        if not swap_in:
+            h_MR = op.shrink(x_MD, a, slot_M, first, interpret=interpret)
+            over = sharding.mesh_axes(inward, jax.sharding.get_abstract_mesh())
+            return jax.lax.psum(h_MR, over) if over else h_MR
+        slots = jax.lax.all_gather(slot_M, swap_in, tiled=True)
+        parts = jax.lax.all_to_all(x_MD, swap_in, 1, 0, tiled=True)
+        return jax.lax.psum_scatter(op.shrink(parts, a, slots, first, interpret=interpret), swap_in, tiled=True)
+
+    def expanded(h_MR: jax.Array, b: jax.Array, y_MF: jax.Array, slot_M: jax.Array, first: jax.Array) -> jax.Array:
+        if not swap_out:
+            return op.expand(h_MR, b, y_MF, slot_M, first, interpret=interpret)
+        h_MR, slot_M = (jax.lax.all_gather(one, swap_out, tiled=True) for one in (h_MR, slot_M))
+        parts = jax.lax.all_to_all(y_MF, swap_out, 1, 0, tiled=True)
+        return jax.lax.all_to_all(op.expand(h_MR, b, parts, slot_M, first, interpret=interpret), swap_out, 0, 1, tiled=True)
 
     def local(x_BTD, y_BTF, a_LSRD, b_LSRF, scale_S, slots_B, layer):
         T, S = x_BTD.shape[1], scale_S.shape[0]
         x_MD, y_MF = x_BTD.reshape(-1, x_BTD.shape[-1]), y_BTF.reshape(-1, y_BTF.shape[-1])
         a, b = (w.reshape(-1, *w.shape[2:]) for w in (a_LSRD, b_LSRF))
         slot_M, scale_M, first = jnp.repeat(slots_B, T), jnp.repeat(scale_S[jnp.maximum(slots_B, 0)], T), layer * S
-        if inward is None:
+        if inward is None and not swap_out:
             return op.add(x_MD, a, b, y_MF, slot_M, scale_M, first, interpret=interpret).reshape(y_BTF.shape)
-        # Each device has a part of every row's inputs: what travels is the inner product, R numbers a row.
-        over = sharding.mesh_axes(inward, jax.sharding.get_abstract_mesh())
-        h_MR = jax.lax.psum(op.shrink(x_MD, a, slot_M, first, interpret=interpret), over)
-        return op.expand(h_MR * scale_M[:, None], b, y_MF, slot_M, first, interpret=interpret).reshape(y_BTF.shape)
+        h_MR = shrunk(x_MD, a, slot_M, first) * scale_M[:, None]
+        return expanded(h_MR, b, y_MF, slot_M, first).reshape(y_BTF.shape)
 
     args = x, y, bucket.factors["a"], bucket.factors["b"], bucket.scale, bucket.slots, layer
-    of_x, of_y = (rows, None, inward), (rows, None, outward)
+    of_x, of_y = (rows, None, None if swap_in else inward), (rows, None, None if swap_out else outward)
     specs = of_x, of_y, (None, None, None, inward), (None, None, None, outward), (None,), (rows,), ()
     return sharding.over_devices(local, args, specs, of_y)

@@ -163,6 +163,55 @@ def add(
     return tuple(out)
 
 
+def _packed_lora_shrink(*refs: Any, how: Config) -> None:
+    of_tiles, x, a, out = refs[:3], refs[3], refs[4], refs[-1]
+    w, rows, there = _tile(of_tiles, how)
+
+    @pl.when(there)
+    def _some() -> None:
+        write(out, _shrink(x, rows, [a], w, how)[0], rows, _ranks(a.shape[1], w))
+
+
+def shrink(x: jax.Array, a: jax.Array, factor: jax.Array, how: Config | None = None, interpret: Any = False) -> jax.Array:
+    """``x a^T`` of each row's factor, ``[M, R]`` float32; zeros for none."""
+    how = config(x, [a]) if how is None else how
+    of_tiles, _ = _tiles_of(factor, a.shape[0], how)
+    out = jnp.zeros((x.shape[0], a.shape[1]), jnp.float32)
+    return pl.pallas_call(
+        functools.partial(_packed_lora_shrink, how=how),
+        grid=of_tiles[0].shape,
+        out_shape=_like(out),
+        input_output_aliases={5: 0},
+        compiler_params=triton.CompilerParams(num_warps=how.warps, num_stages=how.stages),
+        cost_estimate=cost(2 * x.size * a.shape[1], x, out, a),
+        interpret=interpret,
+    )(*of_tiles, x, a, out)
+
+
+def _packed_lora_expand(*refs: Any, how: Config) -> None:
+    of_tiles, h, b, onto, out = refs[:3], *refs[3:]
+    w, rows, there = _tile(of_tiles, how)
+
+    @pl.when(there)
+    def _some() -> None:
+        _expand([(read(h, rows, _ranks(b.shape[1], w)).astype(onto.dtype), b)], rows, w, onto, out, how)
+
+
+def expand(h: jax.Array, b: jax.Array, onto: jax.Array, factor: jax.Array, how: Config | None = None, interpret: Any = False) -> jax.Array:
+    """``onto + h b`` of each row's factor; ``h [M, R]`` float32 is rounded to the dtype of ``onto`` first."""
+    how = config(onto, [b]) if how is None else how
+    of_tiles, _ = _tiles_of(factor, b.shape[0], how)
+    return pl.pallas_call(
+        functools.partial(_packed_lora_expand, how=how),
+        grid=of_tiles[0].shape,
+        out_shape=_like(onto),
+        input_output_aliases={5: 0},
+        compiler_params=triton.CompilerParams(num_warps=how.warps, num_stages=how.stages),
+        cost_estimate=cost(2 * onto.size * b.shape[1], h, b, onto, onto),
+        interpret=interpret,
+    )(*of_tiles, h, b, onto)
+
+
 def _packed_lora_rows(*refs: Any, K: int, how: Config) -> None:
     of_tiles, x, dx_onto, refs = refs[:3], refs[3], refs[4], refs[5:]
     g, a, b = (refs[i * K : (i + 1) * K] for i in range(3))

@@ -2,8 +2,8 @@
 
 ``onto[m] + scale[m] (x[m] a[w]^T) b[w]`` with ``w`` the row's slot, -1 none. Nothing is gathered for a row: a tile of rows fetches each
 distinct adapter once. Where the rows' inputs are split over devices, ``shrink`` makes the inner product of a part, whose sum over the
-devices is R numbers a row, and ``expand`` goes on from it; a GPU has ``add`` alone. What these do not serve is the caller's, whose XLA
-form knows more of the rows.
+devices is R numbers a row, and ``expand`` goes on from it. What these do not serve is the caller's, whose XLA form knows more of the
+rows.
 
 Axes: M rows, D in, F out, R rank, W slots.
 """

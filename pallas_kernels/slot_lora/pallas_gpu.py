@@ -22,8 +22,20 @@ def require_add(x: jax.Array, a: jax.Array, b: jax.Array, onto: jax.Array) -> No
 
 
 def require_shrink(x: jax.Array, a: jax.Array) -> None:
-    """Raises NotImplementedError: there is no such kernel."""
-    raise NotImplementedError("inputs are split over devices, and no kernel makes the inner products of a part")
+    """As ``require_add``, of ``shrink``."""
+    packed.require_add(x, [a], [])
+
+
+def require_expand(b: jax.Array, onto: jax.Array) -> None:
+    """As ``require_add``, of ``expand``."""
+    packed.require_add(onto, [b], [])
+
+
+def _sorted(slot: jax.Array, first: jax.Array | int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rows in the order of their slots, where each is in that order, and the factors of these."""
+    order = jnp.argsort(slot, stable=True)
+    back = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype))
+    return order, back, jnp.where(slot < 0, -1, slot + first)[order]
 
 
 def add(
@@ -38,7 +50,28 @@ def add(
     interpret: Any = False,
 ) -> jax.Array:
     """As ``pallas_tpu.add``."""
-    order = jnp.argsort(slot, stable=True)
-    back = jnp.zeros_like(order).at[order].set(jnp.arange(order.shape[0], dtype=order.dtype))
+    order, back, factor = _sorted(slot, first)
     scales = None if scale is None else scale[order]
-    return packed.add(x[order], [a], [b], [onto[order]], jnp.where(slot < 0, -1, slot + first)[order], scales, how, interpret)[0][back]
+    return packed.add(x[order], [a], [b], [onto[order]], factor, scales, how, interpret)[0][back]
+
+
+def shrink(
+    x: jax.Array, a: jax.Array, slot: jax.Array, first: jax.Array | int = 0, how: packed.Config | None = None, interpret: Any = False
+) -> jax.Array:
+    """As ``pallas_tpu.shrink``."""
+    order, back, factor = _sorted(slot, first)
+    return packed.shrink(x[order], a, factor, how, interpret)[back]
+
+
+def expand(
+    h: jax.Array,
+    b: jax.Array,
+    onto: jax.Array,
+    slot: jax.Array,
+    first: jax.Array | int = 0,
+    how: packed.Config | None = None,
+    interpret: Any = False,
+) -> jax.Array:
+    """As ``pallas_tpu.expand``."""
+    order, back, factor = _sorted(slot, first)
+    return packed.expand(h[order], b, onto[order], factor, how, interpret)[back]

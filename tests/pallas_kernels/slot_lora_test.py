@@ -24,7 +24,6 @@ from tests.pallas_kernels.packed_lora_test import CHIPS, close
 SMALL = Config(rows=32, columns=128)
 TPU = slot_lora.pallas_tpu
 add, shrink, expand = (jax.jit(functools.partial(f, config=SMALL, interpret=True)) for f in (TPU.add, TPU.shrink, TPU.expand))
-on_gpu = jax.jit(functools.partial(slot_lora.pallas_gpu.add, how=pallas_gpu.Config(rows=16, depth=64, sums=32, warps=4), interpret=True))
 
 
 def arguments(rng, M, D, F, R, W, dtype):
@@ -37,13 +36,21 @@ def arguments(rng, M, D, F, R, W, dtype):
     return normal(M, D), normal(W, R, D, scale=D**-0.5), normal(W, R, F, scale=R**-0.5), normal(M, F), slot, scale
 
 
-def in_parts(x, a, b, onto, slot, scale):
+def in_parts(shrink, expand, x, a, b, onto, slot, scale):
     """As two devices would that have half of the inputs each."""
     halves = np.split(np.arange(x.shape[1]), 2)
     return expand(sum(shrink(x[:, at], a[:, :, at], slot) for at in halves) * scale[:, None], b, onto, slot)
 
 
-FORMS = (add, in_parts, on_gpu)
+GPU = slot_lora.pallas_gpu
+HOW = pallas_gpu.Config(rows=16, depth=64, sums=32, warps=4)
+on_gpu, *parts_on_gpu = (jax.jit(functools.partial(f, how=HOW, interpret=True)) for f in (GPU.add, GPU.shrink, GPU.expand))
+FORMS = {
+    "whole": add,
+    "in parts": functools.partial(in_parts, shrink, expand),
+    "gpu": on_gpu,
+    "in parts, gpu": functools.partial(in_parts, *parts_on_gpu),
+}
 CASES = [
     (70, 256, 384, 16, 90, "float32"),  # more slots than rows, several chunks of a tile
     (8, 256, 128, 4, 20, "bfloat16"),
@@ -53,7 +60,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("form", FORMS, ids=["whole", "in parts", "gpu"])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 @pytest.mark.parametrize("case", first(2, CASES), ids=str)
 def test_values_are_those_of_float64(rng, form, case):
     x, a, b, onto, slot, scale = arguments(rng, *case)
@@ -62,7 +69,7 @@ def test_values_are_those_of_float64(rng, form, case):
     assert np.array(form(x, a, b, onto, nobody, scale)).tobytes() == np.array(onto).tobytes()
 
 
-@pytest.mark.parametrize("form", FORMS, ids=["whole", "in parts", "gpu"])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_what_is_not_finite_stays_with_its_slot(rng, form):
     x, a, b, onto, _, scale = arguments(rng, 64, 256, 256, 16, 12, "float32")
     slot = jnp.array(rng.permutation(np.repeat(np.arange(12), 6))[:64], jnp.int32)  # in two tiles, side by side in two chunks
@@ -81,7 +88,7 @@ def test_what_is_not_finite_stays_with_its_slot(rng, form):
             assert not np.isfinite(made[~others]).all(), "and it is told"
 
 
-@pytest.mark.parametrize("form", FORMS, ids=["whole", "in parts", "gpu"])
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_a_row_s_bits_are_its_own_whatever_the_others_name(rng, form):
     """Interpreted, on a CPU; no accelerator has run it."""
     x, a, b, onto, slot, scale = arguments(rng, 32, 256, 256, 16, 30, "float32")
@@ -131,14 +138,26 @@ def stack_of(rng, D, F, R):
     return AdapterStack({"q": {"a": a, "b": b}}, rng.uniform(0.5, 3, S).astype(np.float32), R)
 
 
-@pytest.mark.parametrize("sizes", first(1, [None, {"data": 2, "fsdp": 2, "tensor": 2}, {"tensor": 8}, {"data": 2, "tensor": 4}]), ids=str)
+MESHES = (
+    None,
+    {"data": 2, "fsdp": 2, "tensor": 2},
+    {"tensor": 8},
+    {"data": 2, "tensor": 4},
+    {"fsdp": 4, "expert": 2},
+    {"fsdp": 8},
+)
+
+
+@pytest.mark.parametrize("B", first(1, [8, 3]))
+@pytest.mark.parametrize("sizes", first(2, MESHES), ids=str)
 @pytest.mark.parametrize("ends", [("embed", "q_heads"), ("q_heads", "embed")], ids=str)
 @pytest.mark.parametrize("kernel", ["pallas_tpu", "pallas_gpu"])
-def test_over_a_mesh_the_kernel_gives_what_xla_gives(rng, sizes, ends, kernel):
-    """Columns split, inputs split, both in one program; two ranks. What a mesh splits twice is refused by name, and left to XLA."""
-    D, F, B, T = 1024, 2048, 8, 3
+def test_over_a_mesh_the_kernel_gives_what_xla_gives(rng, sizes, ends, kernel, B):
+    """Columns split, inputs split, rows and one of these by the same axis, rows that no axis divides; two ranks; and where an adapter is
+    NaN the others' rows have the bits that they had."""
+    D, F, T = 1024, 2048, 3
     stacks = {R: stack_of(rng, D, F, R) for R in (4, 16)}
-    slots = {4: np.array([0, -1, 5, -1, 0, -1, 2, -1], np.int32), 16: np.array([-1, 3, -1, 1, -1, -1, -1, 3], np.int32)}
+    slots = {4: np.array([0, -1, 5, -1, 0, -1, 2, -1], np.int32)[:B], 16: np.array([-1, 3, -1, 1, -1, -1, -1, 3], np.int32)[:B]}
     x, y = rng.normal(size=(B, T, D)).astype(np.float32), rng.normal(size=(B, T, F)).astype(np.float32)
 
     @functools.partial(jax.jit, static_argnames="kernel")
@@ -153,18 +172,18 @@ def test_over_a_mesh_the_kernel_gives_what_xla_gives(rng, sizes, ends, kernel):
             if s >= 0:
                 a, b = (stack.factors["q"][n][1, s].astype(np.float64) for n in "ab")
                 want[row] += stack.scale[s] * (x[row] @ a.T) @ b
-    mesh = make_mesh(sizes) if sizes else single_device_mesh()
-    with jax.set_mesh(mesh):
-        refused = None
-        if sizes and sizes.get("fsdp", 1) > 1:
-            refused = "mesh axis fsdp splits two of rows, inputs and outputs"
-        elif sizes and kernel == "pallas_gpu" and ends[0] == "q_heads":
-            refused = "inputs are split over devices"
-        if refused:
-            with pytest.raises(ValueError, match=f"slot_lora by {kernel}: {refused}"):
-                run(stacks, slots, x, y, kernel)
-        made = run(stacks, slots, x, y, "auto" if refused else kernel)
+    for factor in stacks[16].factors["q"].values():
+        factor[1, 4] = np.nan  # nobody's
+    with jax.set_mesh(make_mesh(sizes) if sizes else single_device_mesh()):
+        made = np.asarray(run(stacks, slots, x, y, kernel))
+        stacks[4].factors["q"]["b"][1, 5] = np.nan
+        stacks[16].factors["q"]["a"][1, 1] = np.inf
+        spoilt = np.asarray(run(stacks, slots, x, y, kernel))
     np.testing.assert_allclose(made, want, atol=1e-4, rtol=0)  # float32 sums of 1,024 terms, of size up to 10
+    theirs = (slots[4] == 5) | (slots[16] == 1)
+    np.testing.assert_array_equal(spoilt[~theirs], made[~theirs])
+    assert np.isnan(spoilt[slots[4] == 5]).all()
+    assert not np.isfinite(spoilt[slots[16] == 1]).any()
 
 
 def test_a_projection_that_adapters_lack_is_left_alone(rng):
@@ -175,11 +194,13 @@ def test_a_projection_that_adapters_lack_is_left_alone(rng):
     assert batch_delta(y, lora.at("k"), 128) is None
 
 
-def test_lowered_for_cuda_it_is_one_kernel():
+def test_lowered_for_cuda_each_is_one_kernel():
     M, D, (F,), R, W, dtype = shapes.DECODE[2]
     spec = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(dtype))
-    args = spec((M, D)), spec((W, R, D)), spec((W, R, F)), spec((M, F)), spec((M,), dtype=jnp.int32)
-    assert gpu.text(slot_lora.pallas_gpu.add, *args).count("__gpu$xla.gpu.triton") == 1
+    x, a, b, onto, slot = spec((M, D)), spec((W, R, D)), spec((W, R, F)), spec((M, F)), spec((M,), dtype=jnp.int32)
+    inner = spec((M, R), dtype=jnp.float32)
+    for fn, args in ((GPU.add, (x, a, b, onto, slot)), (GPU.shrink, (x, a, slot)), (GPU.expand, (inner, b, onto, slot))):
+        assert gpu.text(fn, *args).count("__gpu$xla.gpu.triton") == 1, fn.__name__
 
 
 def check_compiled(chip: str, shape: shapes.Shape) -> None:
