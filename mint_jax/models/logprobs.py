@@ -4,7 +4,7 @@ The unembedding is frozen, so with ``p = softmax(W h / T)`` the gradient of ``lo
 ``(W[y] - p W) / T``: it needs nothing from later in the loss. The forward pass of a training step computes it while the logits
 of a slice are at hand, and the backward pass is one multiplication: no logits are kept and none are computed twice.
 
-Axes: B rows, M target positions of a row, V vocab, D model width, C positions of a slice, K targets of a position.
+Axes: B rows, M target positions of a row, V vocab, D model width, C positions of a slice, N = B C, K targets of a position.
 """
 
 from typing import Any
@@ -62,14 +62,18 @@ def _sliced(x: jax.Array, n: int, axis: int) -> jax.Array:
 
 
 def _log_softmax_at(z_BCV: jax.Array, y_BC: jax.Array, sharp_BC: jax.Array | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """``log softmax(sharp z)[y]``, like ``y``, and ``exp(sharp (z - max z))`` with its sum; ``z`` itself is not written anew."""
-    top_BC1 = jax.lax.stop_gradient(jnp.max(z_BCV, axis=-1, keepdims=True))
-    sharp_BC1 = 1.0 if sharp_BC is None else sharp_BC[..., None]
-    e_BCV = jnp.exp((z_BCV - top_BC1) * sharp_BC1)
-    total_BC1 = jnp.sum(e_BCV, axis=-1, keepdims=True)
-    picked_BCK = jnp.take_along_axis(z_BCV, y_BC.reshape(*z_BCV.shape[:2], -1), axis=-1)
-    logp_BCK = (picked_BCK - top_BC1) * sharp_BC1 - jnp.log(total_BC1)
-    return logp_BCK.reshape(y_BC.shape), e_BCV, total_BC1
+    """``log softmax(sharp z)[y]``, like ``y``, and of all positions ``exp(sharp (z - max z))`` with its sum; ``z`` is not written anew."""
+    z_NV = z_BCV.reshape(-1, z_BCV.shape[-1])
+    picked_NK = jnp.take_along_axis(z_NV, y_BC.reshape(len(z_NV), -1), axis=-1)
+    # What is picked is at most the maximum. But so it must be picked first, the exponentials are the last to read z, and take its memory;
+    # two arrays of one shape can. Else XLA picks at the end, and a slice's logits are in memory twice.
+    top_N1 = jnp.maximum(jnp.max(z_NV, axis=-1, keepdims=True), jnp.max(picked_NK, axis=-1, keepdims=True))
+    top_N1 = jax.lax.stop_gradient(top_N1)
+    sharp_N1 = 1.0 if sharp_BC is None else sharp_BC.reshape(-1, 1)
+    e_NV = jnp.exp((z_NV - top_N1) * sharp_N1)
+    total_N1 = jnp.sum(e_NV, axis=-1, keepdims=True)
+    logp_NK = (picked_NK - top_N1) * sharp_N1 - jnp.log(total_N1)
+    return logp_NK.reshape(y_BC.shape), e_NV, total_N1
 
 
 @jax.custom_vjp
@@ -101,9 +105,9 @@ def _log_probs_and_mean(h_BCD, table_VD, y_BC, sharp_BC):
     exponentials are there: the second of the two products of this pass, and what the backward pass would otherwise have to compute the
     logits again for."""
     z_BCV = jnp.einsum("BCD,VD->BCV", h_BCD, table_VD, preferred_element_type=jnp.float32)
-    logp_BC, e_BCV, total_BC1 = _log_softmax_at(z_BCV, y_BC, sharp_BC)
-    mean_BCD = jnp.einsum("BCV,VD->BCD", e_BCV.astype(table_VD.dtype), table_VD, preferred_element_type=jnp.float32)
-    return logp_BC, mean_BCD / total_BC1
+    logp_BC, e_NV, total_N1 = _log_softmax_at(z_BCV, y_BC, sharp_BC)
+    mean_ND = jnp.einsum("NV,VD->ND", e_NV.astype(table_VD.dtype), table_VD, preferred_element_type=jnp.float32)
+    return logp_BC, (mean_ND / total_N1).reshape(h_BCD.shape)
 
 
 def _frozen_forward(h_BMD, table_VD, targets_BM, sharp_BM):

@@ -152,3 +152,21 @@ def test_several_targets_of_a_position_share_its_distribution(adapted, warm, sli
         expected = np.zeros(leaf.shape) if leaf.grad is None else leaf.grad.numpy()
         np.testing.assert_allclose(ours, expected, atol=1e-4 * max(1.0, np.abs(expected).max()))
     np.testing.assert_allclose(mine(h_BMD, a, b), want.detach(), atol=5e-5)  # without a gradient
+
+
+@pytest.mark.parametrize("K", [0, 3])
+def test_a_slices_logits_are_in_memory_once(K):
+    """Exponentials take their memory; it was twice as much while what is picked of the logits was read after them."""
+    rows, positions, V, D = 8, 64, 40_000, 64
+    slices = logprobs._slice_count(rows, positions, V)
+    assert slices > 1
+
+    def summed(h, table, targets, sharp):
+        return logprobs.target_logprobs({"embed": {"w": table}}, None, h, targets, sharp).sum()
+
+    spec = jax.ShapeDtypeStruct
+    h, table, sharp = spec((rows, positions, D), np.float32), spec((V, D), np.float32), spec((rows, positions), np.float32)
+    targets = spec((rows, positions, *[K] * (K > 0)), np.int32)
+    for fn in (summed, jax.value_and_grad(summed)):
+        compiled = jax.jit(fn).lower(h, table, targets, sharp).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes < 1.3 * rows * (positions // slices) * V * 4
