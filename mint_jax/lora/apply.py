@@ -100,9 +100,10 @@ class SlotBlocks:
     Attributes:
         layers: per rank bucket a tree of ``[L, S, ...]``, or what is below a name of it.
         slots, scale: of each bucket ``[P]``: the slot of each block, one beyond the last reads the last; and ``alpha / rank``.
-        taps: per bucket a tree of ``[L, P, ...]`` whose gradient is that of the factors of each block; what it holds is never read.
+        taps: per bucket a tree of ``[L, P, ...]`` in the dtype of the products, whose gradient is that of each block's factors as the
+            products take them, B multiplied by the scale (in float32, before it is rounded); what it holds is never read. All layers'
+            gradients are there at once: in float32 they were twice the bytes where a base is in bfloat16.
         tables: those of the embedding and the unembedding, which are in no layer.
-        dtype: of the products; B is multiplied by the scale in float32 first.
     """
 
     layers: tuple[Any, ...]
@@ -110,7 +111,6 @@ class SlotBlocks:
     scale: tuple[jax.Array, ...]
     taps: tuple[Any, ...]
     tables: BoundAdapters
-    dtype: Any = struct.field(pytree_node=False, default=jnp.float32)
 
     def at(self, name: str) -> Any:
         """Those of one kind of layers, or of a table, which are bound."""
@@ -123,10 +123,7 @@ class SlotBlocks:
         """Those of one layer, bound; ``taps`` are the layer's, ``[P, ...]``."""
 
         def take(path: Any, stack: jax.Array, tap: jax.Array, slots: jax.Array, scale: jax.Array) -> jax.Array:
-            factor = _taken(tap, jax.lax.stop_gradient(stack), layer, slots)
-            if path[-1].key == "b":
-                factor = factor * scale.reshape(-1, *(1,) * (factor.ndim - 1))
-            return factor.astype(self.dtype)
+            return _taken(tap, jax.lax.stop_gradient(stack), layer, slots, scale if path[-1].key == "b" else None)
 
         buckets = []
         for stacks, mine, slots, scale in zip(self.layers, taps, self.slots, self.scale):
@@ -136,12 +133,15 @@ class SlotBlocks:
 
 
 @jax.custom_vjp
-def _taken(tap: jax.Array, stack: jax.Array, layer: jax.Array, slots: jax.Array) -> jax.Array:
-    """``stack[layer, slots]``, whose gradient is the tap's."""
-    return stack.at[layer, slots].get(mode="clip")
+def _taken(tap: jax.Array, stack: jax.Array, layer: jax.Array, slots: jax.Array, scale: jax.Array | None) -> jax.Array:
+    """``scale stack[layer, slots]`` in the dtype of ``tap``, whose gradient it has."""
+    factor = stack.at[layer, slots].get(mode="clip")
+    if scale is not None:
+        factor = factor * scale.reshape(-1, *(1,) * (factor.ndim - 1))
+    return factor.astype(tap.dtype)
 
 
-_taken.defvjp(lambda *args: (_taken(*args), None), lambda _, g: (g, None, None, None))
+_taken.defvjp(lambda *args: (_taken(*args), None), lambda _, g: (g, None, None, None, None))
 
 
 TABLES = ("embed", "unembed")  # projections that are in no layer

@@ -10,6 +10,7 @@ Axes: L layers, S slots, E experts, R rank, D in, F out. Hu et al. 2021, arXiv 2
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -316,8 +317,13 @@ def bind_layers(
         taken = jax.lax.stop_gradient(take_slots(mine, slots[b]))
         return jax.tree.map(jnp.add, taken, {name: taps[b][name] for name in mine})
 
+    def of_products(path: Any, tap: jax.Array, scale: jax.Array) -> jax.Array:
+        """Zeros still; but gradients become the products' own, which are of factors in ``dtype``, of B with the scale."""
+        return (tap * scale.reshape(1, -1, *(1,) * (tap.ndim - 2)) if path[-1].key == "b" else tap).astype(dtype)
+
+    below = (jax.tree_util.tree_map_with_path(functools.partial(of_products, scale=one), taps[b]) for b, one in zip(ranks, scale))
     of_tables = bind(((tables(b), one) for b, one in zip(ranks, scale)), base_blocks, dtype)
-    return SlotBlocks(tuple(factors), tuple(slots[b] for b in ranks), tuple(scale), tuple(taps[b] for b in ranks), of_tables, dtype)
+    return SlotBlocks(tuple(factors), tuple(slots[b] for b in ranks), tuple(scale), tuple(below), of_tables)
 
 
 def taps_of(stacks: "Stacks", slots: dict[int, jax.Array]) -> dict[int, Any]:

@@ -59,13 +59,22 @@ def _lines(picture: Picture, rows: Sequence[Any], references: Sequence[Any], pat
         ax.set(title=title, xlabel=picture.x)
         if "x" in picture.log:
             ax.set_xscale("log", base=2)
-            ax.xaxis.set_major_formatter("{x:g}")
+            values = sorted({row["settings"][picture.x] for row in mine})
+            ax.set_xticks(values, [_short(x) for x in values], minor=False)
         if "y" in picture.log:
             ax.set_yscale("log")
         ax.grid(alpha=0.3)
         ax.legend(fontsize=7)
     axes[0].set_ylabel(picture.y)
     _save(figure, path)
+
+
+def _short(x: float) -> str:
+    """A number as a label of few characters."""
+    for size, unit in ((10**6, "M"), (10**3, "k")):
+        if x >= size and x % (size // 10) == 0:
+            return f"{x / size:g}{unit}"
+    return f"{x:g}" if x < 10**6 else f"{x:.0f}"
 
 
 def _references(ax: Any, picture: Picture, references: Sequence[Any]) -> None:
