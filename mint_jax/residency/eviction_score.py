@@ -1,18 +1,17 @@
-"""The score by which copies are kept: (seconds to bring one back x how often it is asked for) / bytes it takes.
+"""The score by which copies are kept: (seconds to bring one back x how often it is asked for) / bytes it takes, and a clock.
 
 This is GreedyDual-Size-Frequency (Cherkasova 1998, "Improving WWW proxies performance with greedy-dual-size-frequency
-caching policy", HP Labs HPL-98-69) with another way of ageing: there a clock is raised to the score of each victim; here
-the frequency halves every ``half_life_s``, so that age counts in seconds and does not depend on who was evicted:
+caching policy", HP Labs HPL-98-69). The score of a use u is added to the clock of that moment, and the clock is raised to what each
+victim had: so copies age by what others are evicted after them. The frequency also halves every ``half_life_s``:
 
-    F(t) = sum over uses u of 2^-((t - u) / half_life)          score(t) = seconds F(t) / bytes
+    F(u) = sum over uses v up to u of 2^-((u - v) / half_life)          key = clock(u) + seconds F(u) / bytes
 
-All scores decay alike, so their order changes only when a copy is used, and
-``log2(seconds F(u) / bytes) + u / half_life``, u the last use, is a key that stays valid meanwhile.
+Without the clock, by time alone, a session that ended kept its slot for minutes while new ones evicted each other: 64 slots under bursts
+of 32 requests hit 0.03 of them, and 0.73 with it (LRU 0.91; under Zipf's law 0.37, 0.32 and 0.25: ``configs/bench/hot_set.py``).
 """
 
 import dataclasses
 import heapq
-import math
 
 _LEAST_S = 1e-6  # a load measured as 0 s still costs something
 
@@ -39,15 +38,21 @@ class EvictionScore:
         self.frequency = self.frequency * 2.0 ** -(idle / half_life_s) + 1.0
         self.used_at = max(now, self.used_at)
 
-    def key(self, half_life_s: float) -> float:
-        """Sorts copies by score, at any time until the next use."""
-        return math.log2(max(self.seconds, _LEAST_S) * max(self.frequency, 2**-60) / max(self.nbytes, 1)) + self.used_at / half_life_s
+    @property
+    def value(self) -> float:
+        """As of the last use."""
+        return max(self.seconds, _LEAST_S) * self.frequency / max(self.nbytes, 1)
 
 
 class Ranking:
-    """Copies that may be evicted, by score: over all, and within a tenant. Adding and removing cost O(log n)."""
+    """Copies that may be evicted, by score: over all, and within a tenant. Adding and removing cost O(log n).
+
+    Attributes:
+        clock: the key of the last victim.
+    """
 
     def __init__(self) -> None:
+        self.clock = 0.0
         self._keys: dict[str, tuple[float, str]] = {}  # digest -> (key, tenant)
         self._heaps: dict[str | None, list[tuple[float, str]]] = {None: []}
 
@@ -57,8 +62,9 @@ class Ranking:
     def __len__(self) -> int:
         return len(self._keys)
 
-    def add(self, digest: str, tenant: str, key: float) -> None:
-        """Adds a copy, or gives it another key."""
+    def add(self, digest: str, tenant: str, value: float) -> None:
+        """Adds a copy that was just used, or gives it another score."""
+        key = self.clock + value
         self._keys[digest] = (key, tenant)
         for owner in (None, tenant):
             heap = self._heaps.setdefault(owner, [])
@@ -69,6 +75,15 @@ class Ranking:
     def remove(self, digest: str) -> None:
         """Takes a copy out (it is leased, pinned or gone); its entries in the heaps are skipped later."""
         self._keys.pop(digest, None)
+
+    def evict(self, digest: str) -> None:
+        """Takes a victim out, whose key the clock is from now on. That of a tenant's own, which goes for its quota, may be above others'
+        keys, and says nothing of their age."""
+        key, _ = self._keys[digest]
+        lowest = self.lowest()
+        if lowest is not None and self._keys[lowest][0] >= key:
+            self.clock = max(self.clock, key)
+        self.remove(digest)
 
     def lowest(self, tenant: str | None = None) -> str | None:
         """The copy of the lowest score, of one tenant or of all; None when there is none."""

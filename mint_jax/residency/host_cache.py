@@ -34,7 +34,7 @@ class HostCache:
 
     Args:
         budget_bytes: the buffers take no more.
-        half_life_s: after so long without use a copy is worth half (see ``eviction_score``).
+        half_life_s: after so long a use counts half (see ``eviction_score``).
         clock: seconds, monotonic.
         on_evict: called with each digest that was evicted, under the cache's lock.
     """
@@ -178,7 +178,7 @@ class HostCache:
 
     def _evict(self, digest: str | None) -> None:
         assert digest is not None, "what is idle was counted wrongly"
-        self._unrank(digest, self._entries[digest])
+        self._unrank(digest, self._entries[digest], evicted=True)
         self._remove(digest)
         if self._on_evict is not None:
             self._on_evict(digest)
@@ -191,14 +191,14 @@ class HostCache:
     def _rank(self, digest: str, entry: _Entry) -> None:
         """Lets a copy be evicted, if nothing keeps it."""
         if not entry.leases and digest not in self._pinned and digest not in self._idle:
-            self._idle.add(digest, entry.tenant, entry.score.key(self.half_life_s))
+            self._idle.add(digest, entry.tenant, entry.score.value)
             self._idle_bytes += entry.score.nbytes
             self._idle_use.add(entry.tenant, entry.score.nbytes)
 
-    def _unrank(self, digest: str, entry: _Entry) -> None:
-        """Keeps a copy from being evicted."""
+    def _unrank(self, digest: str, entry: _Entry, evicted: bool = False) -> None:
+        """Keeps a copy from being evicted, or evicts it."""
         if digest in self._idle:
-            self._idle.remove(digest)
+            (self._idle.evict if evicted else self._idle.remove)(digest)
             self._idle_bytes -= entry.score.nbytes
             self._idle_use.add(entry.tenant, -entry.score.nbytes, -1)
 

@@ -43,7 +43,7 @@ class Residency:
         slots: the device's stacks.
         host_bytes: budget of the host cache.
         workers, depth, size_of, niceness: see ``ColdLoads``.
-        half_life_s: after so long without use a copy is worth half.
+        half_life_s: after so long a use counts half.
         metrics: where to count.
         digest_of: the revision digest of packed bytes; by default BLAKE3, on all cores while the engine waits for loads or where
             the workers have no niceness, else in the worker's thread, whose priority it keeps.

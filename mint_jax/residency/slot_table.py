@@ -96,6 +96,7 @@ class SlotTable:
         if victims is None or (victims and not evict):
             return None
         for victim in victims:
+            self._idle[self._occupants[victim].slot.bucket].evict(victim)
             self._clear(victim)
             if self._on_evict is not None:
                 self._on_evict(victim)
@@ -181,7 +182,7 @@ class SlotTable:
         """Lets a slot be taken, if nothing keeps it."""
         occupant = self._occupants[digest]
         if not (occupant.filling or occupant.leases or digest in self._pinned):
-            self._idle[occupant.slot.bucket].add(digest, occupant.tenant, occupant.score.key(self.half_life_s))
+            self._idle[occupant.slot.bucket].add(digest, occupant.tenant, occupant.score.value)
 
     @property
     def nbytes(self) -> int:

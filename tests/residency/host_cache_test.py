@@ -42,20 +42,17 @@ def test_the_cheapest_to_bring_back_per_byte_goes_first():
     assert cache.nbytes == 90
 
 
-def test_frequency_outweighs_recency_until_it_has_decayed():
+def test_frequency_outweighs_recency_until_as_many_were_evicted_and_halves_with_time():
     clock, gone = Clock(), []
     cache = HostCache(2, half_life_s=10.0, clock=clock, on_evict=gone.append)
     put(cache, "x", 1)
     for _ in range(7):
-        touch(cache, "x")  # score 8
+        touch(cache, "x")
     clock.advance(10)
-    put(cache, "y", 1)  # score 1 beside 4
-    put(cache, "z", 1)
-    assert gone == ["y"]
-    clock.advance(40)
-    touch(cache, "z")  # 1 + 1/16 beside 8/32
-    put(cache, "n", 1)
-    assert gone == ["y", "x"]
+    touch(cache, "x")  # 8 / 2 + 1
+    for k in range(6):
+        put(cache, f"y{k}", 1)  # 1 above the one before, which it evicts: 1 to 6
+    assert gone == ["y0", "y1", "y2", "y3", "x"]
 
 
 def test_what_is_leased_or_pinned_stays_and_the_new_one_is_not_kept():

@@ -40,19 +40,19 @@ def test_a_slot_is_leased_only_when_filled():
 def test_of_those_nobody_uses_the_one_of_the_lowest_score_goes():
     clock, gone = Clock(), []
     table = make({1: 3}, gone=gone, clock=clock)
-    for name, seconds in (("x", 3.0), ("y", 1.0), ("z", 2.0)):
+    for name, seconds in (("x", 3.0), ("y", 1.25), ("z", 2.0)):
         fill(table, 1, name, seconds=seconds)
     table.lease("y")
     fill(table, 1, "n", seconds=1.5)
     assert gone == ["z"]
-    table.release("y")  # used: 2 x 1 s beside 1.5 s
+    table.release("y")  # 2 x 1.25 s above the 2 s of z, and n is 1.5 s above them
     fill(table, 1, "m")
-    assert gone == ["z", "n"]
+    assert gone == ["z", "x"]
     clock.advance(30)
-    table.lease("x")
-    table.release("x")
-    fill(table, 1, "o")
-    assert gone == ["z", "n", "m"]
+    table.lease("n")
+    table.release("n")
+    fill(table, 1, "o")  # beside m, 1 s above the 3 s of x
+    assert gone == ["z", "x", "m"]
 
 
 def test_leases_pins_and_fillings_stay_and_without_eviction_nobody_goes():
