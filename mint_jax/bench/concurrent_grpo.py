@@ -6,9 +6,10 @@ time of a verifier elsewhere for a second series (``ratio_P_waiting``), since ga
 the time in which the devices work on a rollout or an update; ``timeline`` has the phases of each schedule's last call.
 
 What the batched schedule's peak has more, of 8 policies on SmolLM2 in float32, is what is in work at once. By XLA's own count the
-training step has 205 MB of temporaries where that of one policy has 28: 101 for a slice of logits and its exponentials (at most twice
-``logprobs.SLICE_BYTES``, whatever the batch), 80 for the gradients of the batch's policies, 24 for the layers' inputs.
-The cache has 64 pages where one policy's samples take 16, 94 MB and 24. No base and no optimizer state is in it.
+training step had 205 MB of temporaries where that of one policy had 28: 50 for a slice of logits (at most ``logprobs.SLICE_BYTES``,
+whatever the batch), as much for its exponentials, which take the logits' memory since, 80 for the gradients of the batch's policies, 24
+for the layers' inputs. The cache, which is freed before the update, has 64 pages where one policy's samples take 16, 94 MB and 24; on a
+CPU the process keeps what is freed (``host.keep_freed_memory``), and its peak does not show that. No base and no optimizer state is in it.
 """
 
 import time
