@@ -163,6 +163,21 @@ def add(
     return tuple(out)
 
 
+def _half(kernel: Any, args: tuple[jax.Array, jax.Array], out: jax.Array, factor: jax.Array, how: Config, interpret: Any) -> jax.Array:
+    """One of the two products, in the memory of ``out``: of rows and a stack, which are ``args``."""
+    rows, stack = args
+    of_tiles, _ = _tiles_of(factor, stack.shape[0], how)
+    return pl.pallas_call(
+        functools.partial(kernel, how=how),
+        grid=of_tiles[0].shape,
+        out_shape=_like(out),
+        input_output_aliases={5: 0},
+        compiler_params=triton.CompilerParams(num_warps=how.warps, num_stages=how.stages),
+        cost_estimate=cost(2 * rows.shape[0] * stack.size // stack.shape[0], *args, out, out),
+        interpret=interpret,
+    )(*of_tiles, *args, out)
+
+
 def _packed_lora_shrink(*refs: Any, how: Config) -> None:
     of_tiles, x, a, out = refs[:3], refs[3], refs[4], refs[-1]
     w, rows, there = _tile(of_tiles, how)
@@ -174,18 +189,8 @@ def _packed_lora_shrink(*refs: Any, how: Config) -> None:
 
 def shrink(x: jax.Array, a: jax.Array, factor: jax.Array, how: Config | None = None, interpret: Any = False) -> jax.Array:
     """``x a^T`` of each row's factor, ``[M, R]`` float32; zeros for none."""
-    how = config(x, [a]) if how is None else how
-    of_tiles, _ = _tiles_of(factor, a.shape[0], how)
     out = jnp.zeros((x.shape[0], a.shape[1]), jnp.float32)
-    return pl.pallas_call(
-        functools.partial(_packed_lora_shrink, how=how),
-        grid=of_tiles[0].shape,
-        out_shape=_like(out),
-        input_output_aliases={5: 0},
-        compiler_params=triton.CompilerParams(num_warps=how.warps, num_stages=how.stages),
-        cost_estimate=cost(2 * x.size * a.shape[1], x, out, a),
-        interpret=interpret,
-    )(*of_tiles, x, a, out)
+    return _half(_packed_lora_shrink, (x, a), out, factor, config(x, [a]) if how is None else how, interpret)
 
 
 def _packed_lora_expand(*refs: Any, how: Config) -> None:
@@ -199,17 +204,7 @@ def _packed_lora_expand(*refs: Any, how: Config) -> None:
 
 def expand(h: jax.Array, b: jax.Array, onto: jax.Array, factor: jax.Array, how: Config | None = None, interpret: Any = False) -> jax.Array:
     """``onto + h b`` of each row's factor; ``h [M, R]`` float32 is rounded to the dtype of ``onto`` first."""
-    how = config(onto, [b]) if how is None else how
-    of_tiles, _ = _tiles_of(factor, b.shape[0], how)
-    return pl.pallas_call(
-        functools.partial(_packed_lora_expand, how=how),
-        grid=of_tiles[0].shape,
-        out_shape=_like(onto),
-        input_output_aliases={5: 0},
-        compiler_params=triton.CompilerParams(num_warps=how.warps, num_stages=how.stages),
-        cost_estimate=cost(2 * onto.size * b.shape[1], h, b, onto, onto),
-        interpret=interpret,
-    )(*of_tiles, h, b, onto)
+    return _half(_packed_lora_expand, (h, b), onto, factor, config(onto, [b]) if how is None else how, interpret)
 
 
 def _packed_lora_rows(*refs: Any, K: int, how: Config) -> None:

@@ -9,6 +9,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import SingleDeviceSharding
 
+from mint_jax import sharding
 from mint_jax.aot import chips
 from mint_jax.lora.apply import add_delta, batch_delta
 from mint_jax.lora.tree import AdapterStack, name_slots
@@ -184,6 +185,24 @@ def test_over_a_mesh_the_kernel_gives_what_xla_gives(rng, sizes, ends, kernel, B
     np.testing.assert_array_equal(spoilt[~theirs], made[~theirs])
     assert np.isnan(spoilt[slots[4] == 5]).all()
     assert not np.isfinite(spoilt[slots[16] == 1]).any()
+
+
+@pytest.mark.parametrize(
+    ("rules", "refused"),
+    [
+        ({"q_heads": "fsdp"}, "mesh axis fsdp splits inputs and outputs"),
+        ({"embed": ("fsdp", "tensor"), "q_heads": None}, r"\('fsdp', 'tensor'\) split inputs or outputs, and \('fsdp',\) of them rows too"),
+    ],
+)
+def test_a_mesh_that_the_kernels_cannot_serve_is_refused_by_name(rng, monkeypatch, rules, refused):
+    """Today's rules split no projection so; a rule that did would else give wrong sums."""
+    for name, axes in rules.items():
+        monkeypatch.setitem(sharding.RULES, name, axes)
+    with jax.set_mesh(make_mesh({"fsdp": 4, "tensor": 2})):
+        lora = name_slots({4: stack_of(rng, 1024, 1024, 4)}, {4: np.zeros(8, np.int32)}, "pallas_tpu")
+        assert lora is not None
+        with pytest.raises(ValueError, match=refused):
+            add_delta(jnp.ones((8, 1, 1024)), jnp.ones((8, 1, 1024)), lora.in_layer(jnp.int32(0)).at("q"), ("embed", "q_heads"))
 
 
 def test_a_projection_that_adapters_lack_is_left_alone(rng):
