@@ -40,7 +40,7 @@ class Implementation(NamedTuple):
     Attributes:
         name: for ``implementation=``.
         platform: what it is lowered for; None is any.
-        call: of the op's arrays, with ``interpret`` where it is a kernel.
+        call: of the op's arrays, with ``interpret`` where it is a kernel of Pallas'.
         require: of the same arrays (or their shapes); raises ``NotImplementedError`` with the reason where it cannot serve them.
     """
 
@@ -52,7 +52,7 @@ class Implementation(NamedTuple):
 
 def named(implementation: str) -> bool:
     """Whether this is a kernel's name, which on a CPU runs in an interpreter."""
-    return implementation not in ("auto", "xla")
+    return implementation not in ("auto", "xla", "cpu")
 
 
 def anything(*args: Any) -> None:
@@ -92,7 +92,7 @@ def run(op: str, table: Sequence[Implementation], implementation: str, args: Seq
             others = ", ".join(name for name, told in explain(table, *args) if told.startswith("serves"))
             raise ValueError(f"{op} by {implementation}: {reason}; choose auto or one of: {others}") from None
         call = functools.partial(named[0].call, **static)
-        if named[0].platform is None:
+        if named[0].platform in (None, "cpu"):
             return call(*args)
         if interpret is not None:
             return call(*args, interpret=interpret)

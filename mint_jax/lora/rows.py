@@ -35,6 +35,7 @@ from pallas_kernels.dispatch import Implementation
 
 Ends = tuple[str | None, str | None]  # logical axes of a projection's in and out dimension
 
+KERNELS = ("pallas_tpu", "tpu", slot_lora.pallas_tpu), ("pallas_gpu", "cuda", slot_lora.pallas_gpu), ("cpu", "cpu", slot_lora.cpu)
 BLOCK = 32  # rows of a block where all rows name one slot; more would be another class of products, with other bits
 
 
@@ -117,7 +118,7 @@ class RowAdapters:
 
         table = tuple(
             Implementation(name, on, functools.partial(_by_kernel, ends=ends, op=op), functools.partial(_require, ends=ends, op=op))
-            for name, on, op in (("pallas_tpu", "tpu", slot_lora.pallas_tpu), ("pallas_gpu", "cuda", slot_lora.pallas_gpu))
+            for name, on, op in KERNELS
         )
         table = *table, Implementation("xla", None, plain, dispatch.anything)
         layer = jnp.int32(0) if self.layer is None else self.layer

@@ -36,8 +36,8 @@ def matrix(name: str, L: int, d_in: int, d_out: int, dtype: Any, bias: bool = Fa
 def project(x_BTD: jax.Array, params: dict[str, Any], lora: AnyAdapters | None, name: str) -> jax.Array:
     """``x W + bias + delta``, ``[B, T, F]``.
 
-    The base product runs once over all rows of all policies; ``params[name]`` is ``{"w": [D, F]}`` with an optional
-    ``"b": [F]``, or quantised, see ``quantised.py``, and ``lora`` holds this layer's adapters.
+    The base product runs once over all rows of all policies; ``params[name]`` is ``{"w": [D, F]}``, or
+    ``stacked.LayerOf``, with an optional ``"b": [F]``, or quantised, see ``quantised.py``, and ``lora`` holds this layer's adapters.
     """
     with jax.named_scope(name):
         leaf = params[name]

@@ -16,6 +16,7 @@ import numpy as np
 
 from mint_jax import params as params_lib
 from mint_jax.errors import choice
+from mint_jax.models.stacked import LayerOf
 from mint_jax.params import ParamSpec
 
 KINDS: dict[str, tuple[Any, float]] = {"int8": (np.dtype(np.int8), 127.0), "float8": (np.dtype(ml_dtypes.float8_e4m3fn), 448.0)}
@@ -51,12 +52,13 @@ def quantise(w: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
     return (np.rint(q) if dtype == np.int8 else q).astype(dtype), scale
 
 
-def matmul(x_BTD: jax.Array, leaf: dict[str, jax.Array]) -> jax.Array:
-    """``x W`` in float32, ``[B, T, F]``, of a plain or quantised projection."""
+def matmul(x_BTD: jax.Array, leaf: dict[str, Any]) -> jax.Array:
+    """``x W`` in float32, ``[B, T, F]``, of a plain or quantised projection, whose ``w`` may be a ``LayerOf``."""
     w = leaf["w"]
-    if "scale" not in leaf:
-        return jnp.einsum("BTD,DF->BTF", x_BTD, w, preferred_element_type=jnp.float32)
     # The scale is one number a column, so it may wait until after the product: F multiplications a row in place of D times F, and
     # the matrix is read in 8 bits, converted as it is read.
-    y = jnp.einsum("BTD,DF->BTF", x_BTD, w.astype(x_BTD.dtype), preferred_element_type=jnp.float32)
-    return y * leaf["scale"][None, None]
+    if isinstance(w, LayerOf):
+        y = w.after(x_BTD)
+    else:
+        y = jnp.einsum("BTD,DF->BTF", x_BTD, w.astype(x_BTD.dtype) if "scale" in leaf else w, preferred_element_type=jnp.float32)
+    return y * leaf["scale"][None, None] if "scale" in leaf else y

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mint_jax.lora.apply import AnyAdapters, SlotBlocks, batch_delta, embedding_delta
 from mint_jax.lora.rows import RowAdapters
-from mint_jax.models import dsa, experts, mla, mlp, moe, paged, quantised
+from mint_jax.models import dsa, experts, mla, mlp, moe, paged, quantised, stacked
 from mint_jax.models.attention import Context, Segments, packed_attention
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.linear import matrix, project
@@ -161,13 +161,14 @@ def hidden_states(
     for kind in cfg.stacks:
         scanned, indexers = dsa.detach(params[kind])
         scanned, stacks = experts.detach(scanned)
+        scanned, matrices = stacked.detach(scanned) if view is not None and stacked.one_device() else (scanned, {})
 
         mine = _below(lora, kind)
 
-        def layer(carry, layer_inputs, indexers=indexers, stacks=stacks, mine=mine):
+        def layer(carry, layer_inputs, indexers=indexers, stacks=stacks, matrices=matrices, mine=mine):
             x, chosen, pool = carry
             p, a, number, turn, routes = layer_inputs
-            p = experts.attach(p, stacks, number)
+            p = experts.attach(stacked.attach(p, matrices, number, cfg.kernels.layer_matmul), stacks, number)
             a = _of_layer(mine, number, a)
             indexer = None if turn is None else dsa.Layer(indexers, turn)
             cache = None if view is None else paged.Cache(pool, number, view)

@@ -10,12 +10,13 @@ import jax
 from pallas_kernels import dispatch, paged
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.paged import PAGE, Rows
-from pallas_kernels.paged_attention import pallas_gpu, pallas_tpu, xla
+from pallas_kernels.paged_attention import cpu, pallas_gpu, pallas_tpu, xla
 from pallas_kernels.partial import Partial
 
 ATTEND = (
     Implementation("pallas_tpu", "tpu", pallas_tpu.attend, pallas_tpu.require),
     Implementation("pallas_gpu", "cuda", pallas_gpu.attend, pallas_gpu.require),
+    Implementation("cpu", "cpu", cpu.attend, cpu.require),
     Implementation("xla", None, xla.attend, dispatch.anything),
 )
 
@@ -37,7 +38,7 @@ def paged_attention(
         k, v: ``[L, U, K, PAGE, X]``, X at least H; what lies beyond H is not looked at.
         rows: what each row reads.
         scale: of scores.
-        implementation: ``auto``, ``xla``, ``pallas_tpu`` or ``pallas_gpu``, see ``dispatch``.
+        implementation: ``auto``, ``xla``, ``pallas_tpu``, ``pallas_gpu`` or ``cpu``, see ``dispatch``.
         interpret: run a kernel that is named in Pallas' interpreter; None: on a CPU.
 
     Raises:

@@ -8,6 +8,6 @@ rows.
 Axes: M rows, D in, F out, R rank, W slots.
 """
 
-from pallas_kernels.slot_lora import pallas_gpu, pallas_tpu
+from pallas_kernels.slot_lora import cpu, pallas_gpu, pallas_tpu
 
-__all__ = ["pallas_gpu", "pallas_tpu"]
+__all__ = ["cpu", "pallas_gpu", "pallas_tpu"]

@@ -10,7 +10,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels import dispatch, paged_attention, paged_gpu
 from pallas_kernels.paged import Rows
-from pallas_kernels.paged_attention import pallas_gpu, pallas_tpu, reference, shapes, xla
+from pallas_kernels.paged_attention import cpu, pallas_gpu, pallas_tpu, reference, shapes, xla
 from pallas_kernels.paged_tpu import Config
 from tests.marks import first
 from tests.pallas_kernels import gpu, pages
@@ -19,12 +19,13 @@ from tests.pallas_kernels.pages import CHIPS
 SCALE = 0.15
 SMALL = Config(runs=2, slots=2, rows=8)  # several chunks of a row, blocks of queries, and little that is under way
 SMALL_GPU = paged_gpu.Config(queries=16, keys=32, most=32, parts=3, warps=4, stages=2)
-KERNELS = ("pallas_tpu", "pallas_tpu small", "pallas_gpu", "pallas_gpu small")
+KERNELS = ("pallas_tpu", "pallas_tpu small", "pallas_gpu", "pallas_gpu small", "cpu")
 FORMS = {
     "pallas_tpu": jax.jit(functools.partial(pallas_tpu.attend, scale=SCALE, interpret=True)),
     "pallas_tpu small": jax.jit(functools.partial(pallas_tpu.attend, scale=SCALE, config=SMALL, interpret=True)),
     "pallas_gpu": jax.jit(functools.partial(pallas_gpu.attend, scale=SCALE, interpret=True)),
     "pallas_gpu small": jax.jit(functools.partial(pallas_gpu.attend, scale=SCALE, how=SMALL_GPU, interpret=True)),
+    "cpu": jax.jit(functools.partial(cpu.attend, scale=SCALE)),
     "xla": jax.jit(functools.partial(xla.attend, scale=SCALE)),
 }
 
@@ -46,7 +47,7 @@ CASES = [  # B K M H X L
 ]
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "cpu"])
 @pytest.mark.parametrize("case", first(1, CASES), ids=str)
 def test_values_are_those_of_float64(rng, form, case):
     """Lengths at random, 0 in both parts too, and NaN wherever no token is."""
@@ -58,11 +59,32 @@ def test_values_are_those_of_float64(rng, form, case):
     pages.close(made, wanted(args), case[-1])
 
 
+@pytest.mark.parametrize("case", [(6, 2, 3, 64, 128, 2), (5, 1, 24, 128, 128, 1), (3, 2, 96, 16, 16, 2), (9, 3, 1, 48, 64, 2)], ids=str)
+def test_values_of_the_kernel_for_cpus_are_those_of_float64(rng, case):
+    args = arguments(rng, *case, "float32")
+    pages.close(FORMS["cpu"](*args), wanted(args), "float32")
+
+
 @pytest.mark.bits
-def test_auto_is_xla_on_a_cpu(rng):
+def test_a_query_s_bits_on_cpus_do_not_depend_on_the_queries_beside_it(rng):
+    """A row that reads its prompt alone and one in a team of eight give the same tokens."""
+    q, k, v, rows = arguments(rng, 4, 2, 24, 64, 64, 2, "float32")
+    together = FORMS["cpu"](q, k, v, rows)
+    for some in (range(3), [5], range(7, 14), range(24)):
+        for one, other in zip(FORMS["cpu"](q[:, :, np.array(some)], k, v, rows), together):
+            np.testing.assert_array_equal(one, np.array(other)[:, :, np.array(some)])
+
+
+def test_what_the_kernel_for_cpus_does_not_serve_it_says(rng):
+    for case, why in (((2, 1, 2, 64, 64, 1, "bfloat16"), "not float32"), ((2, 1, 2, 40, 64, 1, "float32"), "a multiple of 16")):
+        assert why in dict(dispatch.explain(paged_attention.ATTEND, *arguments(rng, *case)))["cpu"]
+
+
+@pytest.mark.bits
+def test_auto_is_the_kernel_for_cpus_on_one(rng):
     args = arguments(rng, *CASES[0])
     assert dict(dispatch.explain(paged_attention.ATTEND, *args))["pallas_tpu"] == "serves on tpu"
-    for one, other in zip(jax.jit(functools.partial(paged_attention.paged_attention, scale=SCALE))(*args), FORMS["xla"](*args)):
+    for one, other in zip(jax.jit(functools.partial(paged_attention.paged_attention, scale=SCALE))(*args), FORMS["cpu"](*args)):
         np.testing.assert_array_equal(one, other)
 
 
@@ -101,7 +123,7 @@ def test_what_is_not_finite_stays_with_its_row(rng, form):
 
 
 @pytest.mark.bits
-@pytest.mark.parametrize("form", ["pallas_tpu small", "pallas_gpu small"])
+@pytest.mark.parametrize("form", ["pallas_tpu small", "pallas_gpu small", "cpu"])
 def test_a_row_s_bits_do_not_depend_on_the_rows_beside_it(rng, form):
     q, k, v, rows = arguments(rng, 6, 2, 3, 64, 128, 2, "float32")
     company = [rng.permutation(6), rng.integers(6, size=6)]

@@ -1,0 +1,64 @@
+"""A sampler's frozen matrices as the whole stack of all layers: products begin at a layer, and nothing is copied for it.
+
+A scan over layers slices what it is given. On TPUs and GPUs the slice is part of the product; on a CPU it is a copy of every layer in
+every step. So on one device the loop of a sampler closes over the stacks and ``pallas_kernels.layer_matmul`` reads from where a layer
+lies. Training keeps the scan's slices: many rows share one, and the gradient of the products is XLA's. A mesh keeps them too: there
+XLA divides the products.
+
+Axes: L layers, D in, F out.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+
+from pallas_kernels.layer_matmul import layer_matmul
+
+KEPT = ("router", "kv_b")  # small, and in float32; absorbed into queries and values, by products of another shape
+
+
+class LayerOf(NamedTuple):
+    """One layer's matrix, in the place of ``w``.
+
+    Attributes:
+        stack: ``[L, D, F]``.
+        layer: int32.
+        kernel: which implementation of ``layer_matmul``, see ``config.Kernels``.
+    """
+
+    stack: jax.Array
+    layer: jax.Array
+    kernel: str
+
+    def after(self, x: jax.Array) -> jax.Array:
+        """``x w``, ``[..., F]`` float32."""
+        return layer_matmul(x, self.stack, self.layer, implementation=self.kernel)
+
+
+def detach(layers: Any, name: str = "") -> tuple[Any, Any]:
+    """The parameters of a stack of layers without its dense matrices, and these: ``{name: {..., name: [L, D, F]}}``."""
+    left, taken = {}, {}
+    for key, leaf in layers.items():
+        if key == "w" and name not in KEPT and leaf.ndim == 3:
+            taken[key] = leaf
+        elif isinstance(leaf, dict):
+            left[key], below = detach(leaf, key)
+            if below:
+                taken[key] = below
+        else:
+            left[key] = leaf
+    return left, taken
+
+
+def attach(layer: Any, taken: Any, number: jax.Array, kernel: str) -> Any:
+    """One layer's parameters with its matrices in their places, as ``LayerOf``."""
+    whole = dict(layer)
+    for key, leaf in taken.items():
+        whole[key] = attach(layer[key], leaf, number, kernel) if isinstance(leaf, dict) else LayerOf(leaf, number, kernel)
+    return whole
+
+
+def one_device() -> bool:
+    """Whether the mesh that is set has one device, or there is none."""
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    return mesh.empty or mesh.size == 1

@@ -1,0 +1,128 @@
+// Vectors of the widest kind that the machine has, as GCC and Clang know them, and the small dense product that all kernels here are
+// made of. Which other rows a product has never changes a row's sum: every element is one chain of multiply-adds, in order.
+
+#pragma once
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__) || defined(__AVX__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+typedef float Vec __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+typedef int32_t IVec __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+typedef uint32_t UVec __attribute__((vector_size(kLanes * 4), aligned(4), may_alias));
+
+inline Vec spread(float x) { return x - Vec{}; }
+
+// Weights as they are stored.
+struct BF16 {
+  uint16_t bits;
+};
+struct F8 {  // e4m3fn: sign, 4 bits of exponent with bias 7, 3 of mantissa; all ones are NaN
+  uint8_t bits;
+};
+
+inline Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
+
+inline Vec load(const BF16* p) {
+  typedef uint16_t Half __attribute__((vector_size(kLanes * 2), aligned(2), may_alias));
+  UVec wide = __builtin_convertvector(*reinterpret_cast<const Half*>(p), UVec) << 16;
+  return (Vec)wide;
+}
+
+inline Vec load(const int8_t* p) {
+#if defined(__AVX512F__)  // GCC 12 converts by halves otherwise, at half the speed
+  return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#else
+  typedef int8_t Byte __attribute__((vector_size(kLanes), aligned(1), may_alias));
+  return __builtin_convertvector(__builtin_convertvector(*reinterpret_cast<const Byte*>(p), IVec), Vec);
+#endif
+}
+
+inline Vec load(const F8* p) {
+#if defined(__AVX512F__)
+  UVec x = (UVec)_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  typedef uint8_t Byte __attribute__((vector_size(kLanes), aligned(1), may_alias));
+  UVec x = __builtin_convertvector(*reinterpret_cast<const Byte*>(p), UVec);
+#endif
+  UVec magnitude = x & 0x7f;
+  // Exponent and mantissa moved into a float's places, the bias put right. Numbers without an exponent are converted: in a float's places
+  // they would be subnormal, and XLA's threads take these for 0.
+  Vec small = __builtin_convertvector((IVec)magnitude, Vec) * 0x1p-9f;
+  UVec less = (UVec)(magnitude < 8), wide = (magnitude << 20) + (120u << 23);
+  Vec value = (Vec)(((UVec)small & less) | (wide & ~less));
+  UVec nan = (UVec)(magnitude == 0x7f) & 0x7fc00000u;
+  return (Vec)(((UVec)value | nan) | ((x & 0x80) << 24));
+}
+
+inline float one(const float* p) { return *p; }
+inline float one(const BF16* p) {
+  uint32_t wide = uint32_t(p->bits) << 16;
+  float out;
+  std::memcpy(&out, &wide, 4);
+  return out;
+}
+inline float one(const int8_t* p) { return float(*p); }
+inline float one(const F8* p) {
+  uint32_t magnitude = p->bits & 0x7fu, sign = (p->bits & 0x80u) << 24, bits = (magnitude << 20) + (120u << 23);
+  float out = float(magnitude) * 0x1p-9f;
+  if (magnitude < 8) std::memcpy(&bits, &out, 4);
+  bits |= sign | (magnitude == 0x7f ? 0x7fc00000u : 0u);
+  std::memcpy(&out, &bits, 4);
+  return out;
+}
+
+inline void store(float* p, Vec x) { *reinterpret_cast<Vec*>(p) = x; }
+
+// exp(x) for x <= 0, and NaN for NaN: Cephes' polynomial after reduction by multiples of ln 2. Below -87.3 it is 0.
+inline Vec exp_of(Vec x) {
+  Vec low = spread(-87.3f);
+  IVec under = x < low;
+  Vec clipped = (Vec)(((IVec)low & under) | ((IVec)x & ~under));
+  Vec turns = clipped * 1.44269504088896341f + 12582912.0f;  // rounds to an integer in the low bits
+  IVec exponent = (IVec)turns - 0x4b400000;
+  Vec n = turns - 12582912.0f;
+  Vec r = clipped - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  Vec p = spread(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  Vec out = (Vec)((IVec)p + (exponent << 23));
+  IVec nan = x != x;
+  out = (Vec)(((IVec)out & ~under) | ((IVec)x & nan));
+  return out;
+}
+
+// acc[r][v] += sum over k of a[r * stride_a + k] b[k * stride_b + v lanes], for R rows and V vectors of columns.
+template <int R, int V, typename B>
+inline void multiply(Vec (&acc)[R][V], const float* a, int64_t stride_a, const B* b, int64_t stride_b, int64_t K, int64_t ahead) {
+  for (int64_t k = 0; k < K; ++k) {
+    const B* row = b + k * stride_b;
+    if (ahead) {
+      const char* next = reinterpret_cast<const char*>(row + ahead * stride_b);
+      for (int at = 0; at < int(V * kLanes * sizeof(B)); at += 64) __builtin_prefetch(next + at, 0, 2);
+    }
+    Vec w[V];
+    for (int v = 0; v < V; ++v) w[v] = load(row + v * kLanes);
+    for (int r = 0; r < R; ++r) {
+      Vec x = spread(a[r * stride_a + k]);
+      for (int v = 0; v < V; ++v) acc[r][v] += x * w[v];
+    }
+  }
+}

@@ -1,0 +1,154 @@
+"""A layer's matrix read from the stack by the kernel for CPUs: float64, bits, what is not finite, and where XLA's form serves instead."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels import dispatch, native
+from pallas_kernels.layer_matmul import MATMUL, cpu, layer_matmul, xla
+
+DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn")
+SHAPES = [(1, 576, 192), (8, 192, 576), (7, 33, 129), (13, 100, 64), (40, 64, 203), (3, 5, 7)]  # panels whole and cut, few and many rows
+kernel = jax.jit(cpu.matmul)
+
+
+def arguments(rng, M, D, F, dtype="float32", L=3):
+    x = jnp.array(rng.normal(size=(M, D)), jnp.float32)
+    w = rng.integers(-127, 128, (L, D, F)) if dtype == "int8" else rng.normal(size=(L, D, F))
+    return x, jnp.array(w, jnp.dtype(dtype)), jnp.int32(rng.integers(L))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_values_are_those_of_float64(rng, dtype, shape):
+    x, w, layer = arguments(rng, *shape, dtype)
+    want = np.array(x, np.float64) @ np.array(w[layer].astype(jnp.float32), np.float64)
+    # A sum of D float32 products in order: each addition is off by at most 6e-8 of the sums of magnitudes so far.
+    near = np.abs(np.array(x, np.float64)) @ np.abs(np.array(w[layer].astype(jnp.float32), np.float64))
+    for form in (kernel, jax.jit(xla.matmul)):
+        assert (np.abs(form(x, w, layer) - want) <= 6e-8 * shape[1] ** 0.5 * 8 * near).all()
+
+
+def test_every_number_of_eight_bits_is_what_its_type_says(rng):
+    for dtype in (np.int8, ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16):
+        every = np.arange(256, dtype=np.uint8 if dtype != ml_dtypes.bfloat16 else np.uint16)
+        every = (every * 257).astype(np.uint16).view(dtype) if dtype == ml_dtypes.bfloat16 else every.view(dtype)
+        for F in (256, 251):  # by vectors, and one by one
+            made = np.array(kernel(jnp.ones((1, 1)), jnp.array(every[None, None, :F]), jnp.int32(0)))[0]
+            np.testing.assert_array_equal(made, every[:F].astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_s_bits_do_not_depend_on_how_many_rows_there_are(rng, dtype):
+    x, w, layer = arguments(rng, 50, 96, 201, dtype)
+    all_ = np.array(kernel(x, w, layer))
+    for M in (1, 2, 5, 6, 7, 12, 13, 31):
+        at = rng.permutation(50)[:M]
+        assert np.array(kernel(x[at], w, layer)).tobytes() == all_[at].tobytes(), M
+
+
+def test_what_is_not_finite_stays_in_its_row_and_column(rng):
+    x, w, layer = arguments(rng, 20, 64, 150)
+    clean, row, column = np.array(kernel(x, w, layer)), int(rng.integers(20)), int(rng.integers(150))
+    for value in (np.nan, np.inf, -np.inf):
+        made = np.array(kernel(x.at[row, 3].set(value), w, layer))
+        assert not np.isfinite(made[row]).any()
+        others = np.arange(20) != row
+        assert made[others].tobytes() == clean[others].tobytes()
+        made = np.array(kernel(x, w.at[layer, 3, column].set(value), layer))
+        assert not np.isfinite(made[:, column]).any()
+        others = np.arange(150) != column
+        assert made[:, others].tobytes() == clean[:, others].tobytes()
+        made = np.array(kernel(x, w.at[(layer + 1) % 3, 3].set(value), layer))
+        assert made.tobytes() == clean.tobytes()
+
+
+def test_rows_of_sixteen_bits_are_multiplied_in_float32(rng):
+    x, w, layer = arguments(rng, 5, 64, 64, "bfloat16")
+    x = x.astype(jnp.bfloat16)
+    np.testing.assert_array_equal(kernel(x, w, layer), kernel(x.astype(jnp.float32), w.astype(jnp.float32), layer))
+
+
+@pytest.mark.bits
+def test_auto_is_the_kernel_on_one_cpu_and_xla_over_a_mesh(rng):
+    args = arguments(rng, 4, 32, 48)
+    auto = jax.jit(layer_matmul)
+    np.testing.assert_array_equal(auto(*args), kernel(*args))
+    assert "mint_layer_matmul" in auto.lower(*args).as_text()
+    assert "mint_layer_matmul" not in auto.trace(*args).lower(lowering_platforms=("tpu",)).as_text()
+    with jax.set_mesh(jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])):
+        told = dict(dispatch.explain(MATMUL, *args))
+        assert "divides rows" in told["cpu"]
+        assert "mint_layer_matmul" not in jax.jit(layer_matmul).lower(*args).as_text()
+
+
+def test_several_threads_may_call_it_at_once(rng):
+    """Calls that wait for each other's threads would stand still: the program has ten products that do not depend on each other."""
+    x, w, _ = arguments(rng, 16, 256, 512, L=10)
+
+    @jax.jit
+    def many(x, w):
+        return [cpu.matmul(x, w, jnp.int32(i)) for i in range(10)]
+
+    want = np.einsum("md,ldf->lmf", x, w)
+    for _ in range(20):
+        np.testing.assert_allclose(many(x, w), want, atol=1e-3)
+
+
+def test_without_a_compiler_xla_serves_and_the_reason_is_told(tmp_path):
+    """In a process of its own, for the kernels are loaded once."""
+    code = """
+import jax, jax.numpy as jnp
+from pallas_kernels import dispatch
+from pallas_kernels.layer_matmul import MATMUL, layer_matmul
+args = jnp.ones((2, 4)), jnp.ones((1, 4, 8)), jnp.int32(0)
+print(dict(dispatch.explain(MATMUL, *args))["cpu"])
+print(float(layer_matmul(*args)[0, 0]), [fall.implementation for fall in dispatch.fallen])
+try:
+    layer_matmul(*args, implementation="cpu")
+except ValueError as error:
+    print(error)
+"""
+    alone = {"PATH": str(tmp_path), "MINT_JAX_CACHE": str(tmp_path), "JAX_PLATFORMS": "cpu", "PYTHONPATH": "."}
+    told = subprocess.run([sys.executable, "-c", code], env=alone, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert "install g++ or clang++" in told[0]
+    assert told[1] == "4.0 ['cpu']"
+    assert "choose auto or one of: xla" in told[2]
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\necho no such header >&2\nexit 3\n")
+    broken.chmod(0o755)
+    told = subprocess.run([sys.executable, "-c", code], env=alone, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert "ended with 3: no such header" in told[0]
+
+
+def test_what_was_compiled_is_found_again_and_other_sources_are_not(monkeypatch, tmp_path):
+    monkeypatch.setattr(native, "_cache", lambda: tmp_path)
+    asked = []
+    told = native._told
+
+    def noted(command):
+        asked.append(command)
+        return told(command)
+
+    monkeypatch.setattr(native, "_told", noted)
+    made = native._built()
+    assert made.is_file()
+    compiled = [command for command in asked if "-o" in command]
+    assert len(compiled) == 1
+    assert native._built() == made
+    assert sum("-o" in command for command in asked) == 1
+    monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-DOTHER"))
+    assert native._built() != made
+
+
+def test_shapes_that_do_not_fit_are_refused(rng):
+    x, w, layer = arguments(rng, 4, 32, 48)
+    with pytest.raises(ValueError, match=r"expected \[\.\.\., D\]"):
+        layer_matmul(x[:, 1:], w, layer)
+    with pytest.raises(NotImplementedError, match="float16"):
+        cpu.require(x, w.astype(jnp.float16), layer)
