@@ -12,9 +12,9 @@ SmolLM2-135M's linear layers at 32 rows of rank 8, over the bare base: one slot 
 distinct slots 1.46 by the third. The forms give the same bits: on a CPU a product of 2 to 32 rows sums alike whatever their number, so
 the third form gives each row a twin, and rank 1, whose products would be of a matrix and a vector, a row of zeros.
 
-On TPUs and NVIDIA's GPUs a kernel (``pallas_kernels.slot_lora``) adds to the base's result where it can serve: every distinct adapter is
-read once, from where it lies. Of 32 rows of eight adapters the third form reads each adapter four times, writes the copies and reads
-these.
+On TPUs, NVIDIA's GPUs and CPUs a kernel (``pallas_kernels.slot_lora``) adds to the base's result where it can serve: every distinct
+adapter is read once, from where it lies. Of 32 rows of eight adapters the third form reads each adapter four times, writes the copies
+and reads these. The three forms are for what the kernels leave: other dtypes, meshes that split inputs, a CPU without a C++ compiler.
 
 Axes: B rows, T tokens, L layers, S slots, P blocks, R rank, D in, F out, E experts, C distinct adapters of a batch.
 """
