@@ -14,7 +14,6 @@ import numpy as np
 
 from mint_jax.bench.peft_peer import ATTENTION, CACHES, THREADS, Options
 
-
 TRIALS = 4  # of each option, the first of which makes what is made once
 
 
