@@ -42,10 +42,17 @@ def matrices(cfg) -> dict[frozenset[int], int]:
 
 
 def base_matmuls_of_hlo(text: str, cfg) -> list[tuple[frozenset[int], int]]:
-    """({in, out} of the base operand, rows of the result) of every product with a base matrix; custom calls count as products."""
+    """({in, out} of the base operand, rows of the result) of every product with a base matrix; custom calls count as products.
+
+    The kernel of CPUs is given a whole stack of layers, of which it multiplies one.
+    """
     shapes = {name: tuple(map(int, dims.split(","))) for name, dims in re.findall(r"%([\w.-]+) = \w+\[([\d,]+)\]", text)}
-    calls = re.findall(r"%([\w.-]+) = \w+\[[\d,]+\]\S* (?:dot|convolution|custom-call)\(([^)]*)\)", text)
-    return base_matmuls([([shapes.get(x, ()) for x in re.findall(r"%([\w.-]+)", operands)], shapes[name]) for name, operands in calls], cfg)
+    calls = re.findall(r"%([\w.-]+) = \w+\[[\d,]+\]\S* (?:dot|convolution|custom-call)\(([^)]*)\)(.*)", text)
+    products = []
+    for name, operands, rest in calls:
+        of = [shapes.get(x, ()) for x in re.findall(r"%([\w.-]+)", operands)]
+        products.append(([shape[-2:] for shape in of] if "mint_layer_matmul" in rest else of, shapes[name]))
+    return base_matmuls(products, cfg)
 
 
 def base_matmuls_of_jaxpr(jaxpr, cfg) -> list[tuple[frozenset[int], int]]:
@@ -255,9 +262,12 @@ def test_vmap_of_one_policy_equals_each_alone(tiny_base, rng):
     assert all(np.abs(g).max() > 1e-3 for g in jax.tree.leaves(want[1]))
 
 
-def test_sampling_is_one_base_matmul_a_token(tiny_base):
+@pytest.mark.parametrize("kernel", ["cpu", "xla"])
+def test_sampling_is_one_base_matmul_a_token(tiny_base, kernel):
     """Rows of any adapters: which there are is data, so that this is so for every mixture."""
-    cfg = tiny_base("llama").cfg.replace(head_dim=18)  # two heads of 16 would be as wide as a page is long
+    cfg = tiny_base("llama").cfg
+    cfg = cfg.replace(kernels=dataclasses.replace(cfg.kernels, layer_matmul="auto" if kernel == "cpu" else kernel))
+    cfg = cfg.replace(head_dim=18)  # two heads of 16 would be as wide as a page is long
     rows, blocks, table = 10, 6, longest_table(64)
     specs = transformer.abstract(cfg)
     made = lambda: {b: lora_tree.empty_stack(specs, lora_tree.LINEAR_TARGETS, b, n) for b, n in {1: 1, 4: 2, 8: 2}.items()}  # noqa: E731
@@ -269,3 +279,5 @@ def test_sampling_is_one_base_matmul_a_token(tiny_base):
     decode = jax.jit(lambda *args: device.decode(*args, cfg=cfg))
     drawing, _ = plans.rows_plan([], rows, 1, table, cfg.vocab_size, stacks)
     check(decode, (*args, drawing, struct(jnp.int32)), cfg, rows=rows, passes=1, unembed=Counter({rows: 1}))
+    text = decode.lower(*args, drawing, struct(jnp.int32)).compile().as_text()
+    assert text.count('custom_call_target="mint_layer_matmul"') == (7 if kernel == "cpu" else 0)
