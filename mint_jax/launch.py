@@ -159,6 +159,7 @@ def main(argv: Sequence[str]) -> None:
         print(json.dumps(dry_run.describe(config, Path(args.workdir or default_workdir(args.config, config.job))), indent=1))
         return
     workdir = Path(args.workdir).expanduser() if args.workdir else default_workdir(args.config, config.job)
+    host.threads_for_simulated_devices()
     host.keep_freed_memory()
     multihost.join(detect=args.distributed is not None, expected=args.distributed or 0)
     if multihost.count() > 1:

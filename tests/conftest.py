@@ -40,6 +40,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("tests")
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+host.threads_for_simulated_devices()
 host.use_compilation_cache(base_lib.cache_dir() / "compiled-tests")
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # files share their bases, and most programs are small
 jax.devices()  # reads XLA_FLAGS once and for all: tests change the variable for processes that they start

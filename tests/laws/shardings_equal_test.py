@@ -164,8 +164,9 @@ def test_eight_devices_equal_one(family, name, problem):
     # float32: parts summed on several devices are added in another order, units of the last place of terms up to about 10
     for key in ("sampled", "scores", "train", "update"):
         chex.assert_trees_all_close(many[key], one[key], rtol=1e-4, atol=2e-5)
-    # a unit in the last place of every weight moves the indexed family's gradients by 4e-6 of the largest
-    rounding = 3e-5 * max(np.abs(x).max() for x in jax.tree.leaves(one["gradients"]))
+    # Parts of the largest gradient: a unit in the last place of every weight moves the indexed family's by 4e-6; the dense family's differ
+    # by 2e-6 in the median of 40 seeds, 1.2e-5 in the worst of them and 3.2e-5 in another run, where terms cancel.
+    rounding = 1e-4 * max(np.abs(x).max() for x in jax.tree.leaves(one["gradients"]))
     chex.assert_trees_all_close(many["gradients"], one["gradients"], rtol=0, atol=rounding)
     # with eps 1 an update moves by at most the learning rate times the difference of two gradients; then units of the last place
     chex.assert_trees_all_close(many["adapters"], one["adapters"], rtol=1e-5, atol=0.1 * rounding + 1e-6)
