@@ -115,7 +115,7 @@ class Kernels:
         latent_attention: the same of multi-head latent attention; where an indexer chooses keys it is xla.
         packed_matmul: experts' matrices and adapters in one pass, forward: auto, xla (one after the other) or pallas_tpu. It is
             xla where one of packed_lora and grouped_matmul is not auto, unless it is named itself.
-        layer_matmul: the frozen projections of a sampler's layers: auto, xla or cpu.
+        layer_matmul: the frozen projections of a sampler's layers, and of few rows the unembedding: auto, xla or cpu.
     """
 
     packed_lora: str = "auto"
@@ -134,7 +134,7 @@ class Kernels:
             "packed_matmul": packed_matmul.MATMUL,
             "paged_attention": paged_attention.ATTEND,
             "latent_attention": latent_attention.ATTEND,
-            "layer_matmul": layer_matmul.MATMUL,
+            "layer_matmul": layer_matmul.table(False),
         }
         known = {"packed_attention": ("pallas_tpu", "pallas_gpu", "xla"), "slot_lora": ("pallas_tpu", "pallas_gpu", "cpu", "xla")}
         known |= {op: tuple(one.name for one in table) for op, table in tables.items()}

@@ -7,6 +7,7 @@ import jax
 from mint_jax.lora.apply import AnyAdapters, add_delta
 from mint_jax.lora.rows import Ends
 from mint_jax.models import quantised
+from mint_jax.models.stacked import LayerOf, products
 from mint_jax.params import ParamSpec
 
 AXES: dict[str, Ends] = {  # logical axes of every projection's in and out dimension
@@ -39,9 +40,21 @@ def project(x_BTD: jax.Array, params: dict[str, Any], lora: AnyAdapters | None, 
     The base product runs once over all rows of all policies; ``params[name]`` is ``{"w": [D, F]}``, or
     ``stacked.LayerOf``, with an optional ``"b": [F]``, or quantised, see ``quantised.py``, and ``lora`` holds this layer's adapters.
     """
-    with jax.named_scope(name):
-        leaf = params[name]
-        y = quantised.matmul(x_BTD, leaf).astype(x_BTD.dtype)
-        if "b" in leaf:
-            y = y + leaf["b"].astype(y.dtype)[None, None]
-        return y if lora is None else add_delta(x_BTD, y, lora.at(name), AXES[name])
+    return project_each(x_BTD, params, lora, (name,))[0]
+
+
+def project_each(x_BTD: jax.Array, params: dict[str, Any], lora: AnyAdapters | None, names: tuple[str, ...]) -> list[jax.Array]:
+    """``project`` by several projections of the same rows, in one call where their matrices are read from stacks."""
+    whole: dict[str, jax.Array] = {}
+    if all(isinstance(params[name]["w"], LayerOf) for name in names):
+        whole = dict(zip(names, products(x_BTD, [params[name]["w"] for name in names])))
+    out = []
+    for name in names:
+        with jax.named_scope(name):
+            leaf = params[name]
+            y = quantised.scaled(whole[name], leaf) if whole else quantised.matmul(x_BTD, leaf)
+            y = y.astype(x_BTD.dtype)
+            if "b" in leaf:
+                y = y + leaf["b"].astype(y.dtype)[None, None]
+            out.append(y if lora is None else add_delta(x_BTD, y, lora.at(name), AXES[name]))
+    return out

@@ -22,7 +22,7 @@ from mint_jax.lora.apply import AnyAdapters
 from mint_jax.models import dsa, paged
 from mint_jax.models.attention import Context, causal, packed_attention, unpack_keys
 from mint_jax.models.config import Latent, ModelConfig, yarn_mscale
-from mint_jax.models.linear import matrix, project
+from mint_jax.models.linear import matrix, project, project_each
 from mint_jax.models.norm import rms_norm
 from mint_jax.models.rope import rotate_pairs
 from mint_jax.params import ParamSpec
@@ -88,15 +88,13 @@ def latent_attention(
     """
     B, T, _ = h_BTD.shape
     m = _latent(cfg)
-    q_latent = None
+    q_latent, (q, kv_a) = None, project_each(h_BTD, p, lora, ("q_a" if m.q_latent else "q", "kv_a"))
     if m.q_latent:
-        q_latent = checkpoint_name(rms_norm(project(h_BTD, p, lora, "q_a"), p["q_a_norm"], LATENT_EPS), "latent")
+        q_latent = checkpoint_name(rms_norm(q, p["q_a_norm"], LATENT_EPS), "latent")
         q = project(q_latent, p, lora, "q_b")
-    else:
-        q = project(h_BTD, p, lora, "q")
     q_BTNH, q_BTNJ = jnp.split(q.reshape(B, T, cfg.num_heads, m.nope + m.rope), [m.nope], axis=-1)
     q_BTNJ = rotate_pairs(q_BTNJ, ctx.cos, ctx.sin)
-    kv_a = checkpoint_name(project(h_BTD, p, lora, "kv_a"), "latent")
+    kv_a = checkpoint_name(kv_a, "latent")
     latent_BTC = rms_norm(kv_a[..., : m.kv_latent], p["kv_a_norm"], LATENT_EPS)
     rope_BTJ = rotate_pairs(kv_a[:, :, None, m.kv_latent :], ctx.cos, ctx.sin)[:, :, 0]
     if indexer is not None:

@@ -9,7 +9,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from mint_jax.lora.apply import AnyAdapters
-from mint_jax.models.linear import matrix, project
+from mint_jax.models.linear import matrix, project, project_each
 from mint_jax.params import ParamSpec
 
 
@@ -44,6 +44,6 @@ swiglu.defvjp(lambda gate, up: (swiglu(gate, up), (gate, up)), _swiglu_backward)
 
 def mlp(h_BTD: jax.Array, p: Any, lora: AnyAdapters | None) -> jax.Array:
     """The gated MLP, ``down(silu(gate h) * up h)``."""
-    gate = checkpoint_name(project(h_BTD, p, lora, "gate"), "mlp_gate")
-    up = checkpoint_name(project(h_BTD, p, lora, "up"), "mlp_up")
+    gate, up = project_each(h_BTD, p, lora, ("gate", "up"))
+    gate, up = checkpoint_name(gate, "mlp_gate"), checkpoint_name(up, "mlp_up")
     return project(swiglu(gate, up), p, lora, "down")

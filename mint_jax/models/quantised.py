@@ -16,7 +16,6 @@ import numpy as np
 
 from mint_jax import params as params_lib
 from mint_jax.errors import choice
-from mint_jax.models.stacked import LayerOf
 from mint_jax.params import ParamSpec
 
 KINDS: dict[str, tuple[Any, float]] = {"int8": (np.dtype(np.int8), 127.0), "float8": (np.dtype(ml_dtypes.float8_e4m3fn), 448.0)}
@@ -53,12 +52,16 @@ def quantise(w: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def matmul(x_BTD: jax.Array, leaf: dict[str, Any]) -> jax.Array:
-    """``x W`` in float32, ``[B, T, F]``, of a plain or quantised projection, whose ``w`` may be a ``LayerOf``."""
+    """``x W`` in float32, ``[B, T, F]``, of a plain or quantised projection."""
     w = leaf["w"]
-    # The scale is one number a column, so it may wait until after the product: F multiplications a row in place of D times F, and
-    # the matrix is read in 8 bits, converted as it is read.
-    if isinstance(w, LayerOf):
-        y = w.after(x_BTD)
-    else:
-        y = jnp.einsum("BTD,DF->BTF", x_BTD, w.astype(x_BTD.dtype) if "scale" in leaf else w, preferred_element_type=jnp.float32)
+    y = jnp.einsum("BTD,DF->BTF", x_BTD, w.astype(x_BTD.dtype) if "scale" in leaf else w, preferred_element_type=jnp.float32)
+    return scaled(y, leaf)
+
+
+def scaled(y: jax.Array, leaf: dict[str, Any]) -> jax.Array:
+    """A product with the matrix as it is stored, made that of the matrix.
+
+    The scale is one number a column, so it may wait until after the product: F multiplications a row in place of D times F, and the
+    matrix is read in 8 bits, converted as it is read.
+    """
     return y * leaf["scale"][None, None] if "scale" in leaf else y

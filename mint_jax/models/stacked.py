@@ -8,6 +8,7 @@ XLA divides the products.
 Axes: L layers, D in, F out.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -30,9 +31,10 @@ class LayerOf(NamedTuple):
     layer: jax.Array
     kernel: str
 
-    def after(self, x: jax.Array) -> jax.Array:
-        """``x w``, ``[..., F]`` float32."""
-        return layer_matmul(x, self.stack, self.layer, implementation=self.kernel)
+
+def products(x: jax.Array, matrices: Sequence[LayerOf]) -> tuple[jax.Array, ...]:
+    """``x w`` of every matrix, all of one layer: ``[..., F]`` float32 each."""
+    return layer_matmul(x, tuple(w.stack for w in matrices), matrices[0].layer, implementation=matrices[0].kernel)
 
 
 def detach(layers: Any, name: str = "") -> tuple[Any, Any]:

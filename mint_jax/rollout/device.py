@@ -286,7 +286,7 @@ def decode(params: Any, stacks: Stacks, pool: Pool, rows: Rows, steps: jax.Array
         inputs = Inputs(s.token[:, None], (rows.prefix + s.own)[:, None], pool=s.pool, view=view)
         h, kept = hidden_states(params, lora, inputs, cfg)
         kept["tokens"] = _write_tokens(s.pool["tokens"], s.token[:, None], view, cfg)
-        z_RV = sharding.constrain(logits(params, lora, h)[:, 0], "batch", "vocab")
+        z_RV = sharding.constrain(logits(params, lora, h, cfg.kernels.layer_matmul)[:, 0], "batch", "vocab")
         changed = _penalised(z_RV, rows.sampling, kept["tokens"], view, cfg)
         changed = jax.lax.cond(jnp.any(rows.bound), lambda z: _allowed(z, rows), lambda z: z, changed)
         token, logprob, drawn_logprob = sample(z_RV, rows.sampling, s.own, changed)

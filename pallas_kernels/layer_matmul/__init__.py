@@ -1,7 +1,9 @@
-"""Rows times one layer's matrix of a stack: what every frozen projection of a scan over layers is. Forward only.
+"""Rows times one layer's matrices of stacks: what the frozen projections of a scan over layers are, and an unembedding. Forward only.
 
 Axes: M rows, L layers, D in, F out.
 """
+
+import functools
 
 import jax
 
@@ -9,24 +11,30 @@ from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.layer_matmul import cpu, xla
 
-MATMUL = (
-    Implementation("cpu", "cpu", cpu.matmul, cpu.require),
-    Implementation("xla", None, xla.matmul, dispatch.anything),
-)
+
+def table(transposed: bool) -> tuple[Implementation, ...]:
+    """Implementations of ``layer_matmul``."""
+    forms = (("cpu", "cpu", cpu.matmul, cpu.require), ("xla", None, xla.matmul, dispatch.anything))
+    return tuple(Implementation(name, on, functools.partial(call, transposed=transposed), require) for name, on, call, require in forms)
 
 
-def layer_matmul(x: jax.Array, w: jax.Array, layer: jax.Array, *, implementation: str = "auto") -> jax.Array:
-    """``x w[layer]``, ``[..., F]`` float32.
+def layer_matmul(
+    x: jax.Array, stacks: tuple[jax.Array, ...], layer: jax.Array, *, transposed: bool = False, implementation: str = "auto"
+) -> tuple[jax.Array, ...]:
+    """``x w[layer]`` of every stack, ``[..., F]`` float32 each.
 
     Args:
         x: ``[..., D]`` float32 or bfloat16.
-        w: ``[L, D, F]`` float32, bfloat16, int8 or float8_e4m3fn.
+        stacks: ``[L, D, F]`` of one dtype, float32, bfloat16, int8 or float8_e4m3fn, each with its own F; ``[L, F, D]`` when
+            ``transposed``.
         layer: int32, at most L - 1.
         implementation: ``auto``, ``xla`` or ``cpu``, see ``dispatch``.
 
     Raises:
         ValueError: shapes that do not fit, or an implementation that cannot serve them.
     """
-    if w.ndim != 3 or x.shape[-1] != w.shape[1] or layer.shape:
-        raise ValueError(f"x has shape {x.shape}, w {w.shape}, layer {layer.shape}; expected [..., D], [L, D, F] and a scalar")
-    return dispatch.run("layer_matmul", MATMUL, implementation, (x, w, layer))
+    for w in stacks:
+        if w.ndim != 3 or x.shape[-1] != w.shape[2 if transposed else 1] or layer.shape:
+            wanted = "[L, F, D]" if transposed else "[L, D, F]"
+            raise ValueError(f"x has shape {x.shape}, w {w.shape}, layer {layer.shape}; expected [..., D], {wanted} and a scalar")
+    return dispatch.run("layer_matmul", table(transposed), implementation, (x, stacks, layer))

@@ -4,8 +4,12 @@ import jax
 import jax.numpy as jnp
 
 
-def matmul(x: jax.Array, w: jax.Array, layer: jax.Array) -> jax.Array:
+def matmul(x: jax.Array, stacks: tuple[jax.Array, ...], layer: jax.Array, transposed: bool = False) -> tuple[jax.Array, ...]:
     """See ``layer_matmul``."""
-    none = jnp.int32(0)
-    w_DF = jax.lax.squeeze(jax.lax.dynamic_slice(w, (layer, none, none), (1, *w.shape[1:])), (0,))
-    return jnp.einsum("...D,DF->...F", x, w_DF.astype(x.dtype) if w_DF.dtype.itemsize == 1 else w_DF, preferred_element_type=jnp.float32)
+    none, sums = jnp.int32(0), "...D,FD->...F" if transposed else "...D,DF->...F"
+
+    def product(w: jax.Array) -> jax.Array:
+        one = jax.lax.squeeze(jax.lax.dynamic_slice(w, (layer, none, none), (1, *w.shape[1:])), (0,))
+        return jnp.einsum(sums, x, one.astype(x.dtype) if one.dtype.itemsize == 1 else one, preferred_element_type=jnp.float32)
+
+    return tuple(map(product, stacks))

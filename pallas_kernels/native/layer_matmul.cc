@@ -1,4 +1,4 @@
-// x [M, D] times one layer of w [L, D, F]: read from where it lies, once, by panels of columns.
+// x [M, D] times one layer of several w [L, D, F], or the transpose of one of [L, F, D]: read from where they lie, once.
 
 #include <algorithm>
 #include <vector>
@@ -10,18 +10,45 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-constexpr int kRows = 6, kVectors = 4;  // 24 sums in registers
+constexpr int kRows = 6, kVectors = 4;  // 24 sums in registers, of a panel that many rows read
 constexpr int kPanel = kVectors * kLanes;
 
-// out[r][...] = a b for R rows and one panel, or the first `columns` of one.
-template <int R, typename B>
+// Matrices of the same rows, [D, F] or of a table [F, D], with their results [M, F].
+template <typename B>
+struct Products {
+  struct One {
+    const B* w;
+    int64_t F;
+    float* out;
+  };
+  std::vector<One> all;
+  const float* x;
+  int64_t M, D;
+
+  // Calls work(one, p) for all parts of `width` columns, a task each.
+  template <typename Work>
+  void by_parts(ffi::ThreadPool& pool, int64_t width, const Work& work) const {
+    int64_t tasks = 0, columns = 0;
+    for (const One& one : all) tasks += (one.F + width - 1) / width, columns += one.F;
+    over_tasks(pool, tasks, M * D * columns > (1 << 16), [&](int64_t p) {
+      for (const One& one : all) {
+        int64_t parts = (one.F + width - 1) / width;
+        if (p < parts) return work(one, p);
+        p -= parts;
+      }
+    });
+  }
+};
+
+// out[r][...] = a b for R rows and V vectors of columns, or the first `columns` of them.
+template <int R, int V, typename B>
 void block(const float* a, int64_t stride_a, const B* b, int64_t stride_b, int64_t K, float* out, int64_t stride_out, int64_t columns,
            int64_t ahead) {
-  if (columns == kPanel) {
-    Vec acc[R][kVectors] = {};
-    multiply<R, kVectors>(acc, a, stride_a, b, stride_b, K, ahead);
+  if (columns >= V * kLanes) {
+    Vec acc[R][V] = {};
+    multiply<R, V>(acc, a, stride_a, b, stride_b, K, ahead);
     for (int r = 0; r < R; ++r)
-      for (int v = 0; v < kVectors; ++v) store(out + r * stride_out + v * kLanes, acc[r][v]);
+      for (int v = 0; v < V; ++v) store(out + r * stride_out + v * kLanes, acc[r][v]);
     return;
   }
   int64_t f = 0;
@@ -38,64 +65,153 @@ void block(const float* a, int64_t stride_a, const B* b, int64_t stride_b, int64
     }
 }
 
-template <typename B>
-void rows(int64_t count, const float* a, int64_t stride_a, const B* b, int64_t stride_b, int64_t K, float* out, int64_t stride_out,
-          int64_t columns, int64_t ahead) {
-  switch (count) {
-    case 1: return block<1>(a, stride_a, b, stride_b, K, out, stride_out, columns, ahead);
-    case 2: return block<2>(a, stride_a, b, stride_b, K, out, stride_out, columns, ahead);
-    case 3: return block<3>(a, stride_a, b, stride_b, K, out, stride_out, columns, ahead);
-    case 4: return block<4>(a, stride_a, b, stride_b, K, out, stride_out, columns, ahead);
-    case 5: return block<5>(a, stride_a, b, stride_b, K, out, stride_out, columns, ahead);
-    default: return block<6>(a, stride_a, b, stride_b, K, out, stride_out, columns, ahead);
-  }
-}
-
-template <typename B>
-void matmul(ffi::ThreadPool& pool, const float* x, const B* w, float* out, int64_t M, int64_t D, int64_t F) {
-  int64_t panels = (F + kPanel - 1) / kPanel, blocks = (M + kRows - 1) / kRows;
-  over_tasks(pool, panels, M * D * F > (1 << 16), [&](int64_t p) {
-    int64_t first = p * kPanel, columns = std::min<int64_t>(kPanel, F - first);
-    const B* panel = w + first;
-    auto all = [&](const auto* b, int64_t stride, int64_t begin, int64_t ahead) {
-      for (int64_t i = begin; i < blocks; ++i) {
-        // Blocks as equal as they can be: eight rows are 4 and 4.
-        int64_t at = M * i / blocks, count = M * (i + 1) / blocks - at;
-        rows(count, x + at * D, D, b, stride, D, out + at * F + first, F, columns, ahead);
-      }
-    };
-    if (blocks <= (sizeof(B) == 1 ? 1 : 2) || columns < kPanel) return all(panel, F, 0, 16);
-    // Many rows read a panel again and again: side by side it is no work for the TLB, and converted once.
-    thread_local std::vector<float> copy;
-    copy.resize(D * kPanel);
-    for (int64_t k = 0; k < D; ++k) {
-      const B* row = panel + k * F;
-      const char* next = reinterpret_cast<const char*>(row + 16 * F);
-      for (int at = 0; at < int(kPanel * sizeof(B)); at += 64) __builtin_prefetch(next + at, 0, 2);
-      for (int v = 0; v < kVectors; ++v) store(copy.data() + k * kPanel + v * kLanes, load(row + v * kLanes));
-    }
-    all(copy.data(), kPanel, 0, 0);
+// As few rows as there are registers for: a matrix is read once, panel after panel.
+template <int R, int V, typename B>
+void few(ffi::ThreadPool& pool, const Products<B>& of) {
+  constexpr int64_t width = V * kLanes;
+  of.by_parts(pool, width, [&](const auto& one, int64_t p) {
+    int64_t first = p * width;
+    block<R, V>(of.x, of.D, one.w + first, one.F, of.D, one.out + first, one.F, one.F - first, 16);
   });
 }
 
-ffi::Error LayerMatmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer w, ffi::Buffer<ffi::S32> layer,
-                       ffi::ResultBuffer<ffi::F32> out) {
-  int64_t M = x.dimensions()[0], D = x.dimensions()[1], L = w.dimensions()[0], F = w.dimensions()[2];
-  int64_t at = std::clamp<int64_t>(layer.typed_data()[0], 0, L - 1) * D * F;
-  float* y = out->typed_data();
-  switch (w.element_type()) {
-    case ffi::F32: matmul(pool, x.typed_data(), reinterpret_cast<const float*>(w.untyped_data()) + at, y, M, D, F); break;
-    case ffi::BF16: matmul(pool, x.typed_data(), reinterpret_cast<const BF16*>(w.untyped_data()) + at, y, M, D, F); break;
-    case ffi::S8: matmul(pool, x.typed_data(), reinterpret_cast<const int8_t*>(w.untyped_data()) + at, y, M, D, F); break;
-    case ffi::F8E4M3FN: matmul(pool, x.typed_data(), reinterpret_cast<const F8*>(w.untyped_data()) + at, y, M, D, F); break;
+template <typename B>
+void many(ffi::ThreadPool& pool, const Products<B>& of) {
+  int64_t D = of.D, blocks = (of.M + kRows - 1) / kRows;
+  of.by_parts(pool, kPanel, [&](const auto& product, int64_t p) {
+    int64_t F = product.F, first = p * kPanel, columns = std::min<int64_t>(kPanel, F - first);
+    // Rows read a panel again and again: side by side it is no work for the TLB, and converted once.
+    thread_local std::vector<float> copy;
+    copy.resize(D * kPanel);
+    for (int64_t k = 0; k < D; ++k) {
+      const B* row = product.w + first + k * F;
+      const char* next = reinterpret_cast<const char*>(row + 16 * F);
+      for (int at = 0; at < int(kPanel * sizeof(B)); at += 64) __builtin_prefetch(next + at, 0, 2);
+      int64_t f = 0;
+      for (; f + kLanes <= columns; f += kLanes) store(copy.data() + k * kPanel + f, load(row + f));
+      for (; f < columns; ++f) copy[k * kPanel + f] = one(row + f);
+    }
+    for (int64_t i = 0; i < blocks; ++i) {
+      // Blocks as equal as they can be: fourteen rows are 4, 5 and 5.
+      int64_t at = of.M * i / blocks;
+      const float* a = of.x + at * D;
+      float* y = product.out + at * F + first;
+      switch (of.M * (i + 1) / blocks - at) {
+        case 4: block<4, kVectors>(a, D, copy.data(), kPanel, D, y, F, columns, 0); break;
+        case 5: block<5, kVectors>(a, D, copy.data(), kPanel, D, y, F, columns, 0); break;
+        default: block<6, kVectors>(a, D, copy.data(), kPanel, D, y, F, columns, 0);
+      }
+    }
+  });
+}
+
+template <typename B>
+void multiply_all(ffi::ThreadPool& pool, const Products<B>& of) {
+  switch (of.M) {
+    case 1: return few<1, 4>(pool, of);
+    case 2: return few<2, 4>(pool, of);
+    case 3: return few<3, 4>(pool, of);
+    case 4: return few<4, 4>(pool, of);
+    case 5: return few<5, 4>(pool, of);
+    case 6: return few<6, 4>(pool, of);
+    case 7: return few<7, 3>(pool, of);
+    case 8: return few<8, 3>(pool, of);
+    default: return many(pool, of);
+  }
+}
+
+constexpr int kEntries = 128;  // rows of a table that are a task's
+
+// out[r][e] = a[r] . b[e] for R rows and E entries of a table: lanes along D, added up at the end.
+template <int R, int E, typename B>
+void dots(const float* a, const B* b, int64_t D, float* out, int64_t stride_out) {
+  Vec acc[R][E] = {};
+  int64_t d = 0, later = 6 * D;
+  for (; d + kLanes <= D; d += kLanes) {
+    Vec w[E];
+    for (int e = 0; e < E; ++e) {
+      w[e] = load(b + e * D + d);
+      __builtin_prefetch(b + e * D + d + later, 0, 2);
+    }
+    for (int r = 0; r < R; ++r) {
+      Vec x = in_register(load(a + r * D + d));
+      for (int e = 0; e < E; ++e) acc[r][e] += x * w[e];
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int e = 0; e < E; ++e) {
+      float sum = total(acc[r][e]);
+      for (int64_t k = d; k < D; ++k) sum = std::fma(a[r * D + k], one(b + e * D + k), sum);
+      out[r * stride_out + e] = sum;
+    }
+}
+
+template <int R, int E, typename B>
+void entries(int64_t count, const float* a, const B* b, int64_t D, float* out, int64_t stride_out) {
+  int64_t e = 0;
+  for (; e + E <= count; e += E) dots<R, E>(a, b + e * D, D, out + e, stride_out);
+  for (; e < count; ++e) dots<R, 1>(a, b + e * D, D, out + e, stride_out);
+}
+
+// x times the transpose of tables [F, D], whose rows are contiguous: an unembedding. Of eight rows at a time, each of which reads them.
+template <typename B>
+void multiply_all_transposed(ffi::ThreadPool& pool, const Products<B>& of) {
+  int64_t D = of.D, blocks = (of.M + 7) / 8;
+  of.by_parts(pool, kEntries, [&](const auto& one, int64_t p) {
+    int64_t F = one.F, f = p * kEntries, count = std::min<int64_t>(kEntries, F - f);
+    for (int64_t i = 0; i < blocks; ++i) {
+      int64_t at = of.M * i / blocks;
+      const float* a = of.x + at * D;
+      const B* b = one.w + f * D;
+      float* y = one.out + at * F + f;
+      switch (of.M * (i + 1) / blocks - at) {
+        case 1: entries<1, 8>(count, a, b, D, y, F); break;
+        case 2: entries<2, 8>(count, a, b, D, y, F); break;
+        case 3: entries<3, 6>(count, a, b, D, y, F); break;
+        case 4: entries<4, 6>(count, a, b, D, y, F); break;
+        case 5: entries<5, 4>(count, a, b, D, y, F); break;
+        case 6: entries<6, 4>(count, a, b, D, y, F); break;
+        case 7: entries<7, 3>(count, a, b, D, y, F); break;
+        default: entries<8, 3>(count, a, b, D, y, F);
+      }
+    }
+  });
+}
+
+ffi::Error LayerMatmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> layer, ffi::RemainingArgs w,
+                       ffi::RemainingRets out, bool transposed) {
+  auto run = [&](auto kind) -> ffi::Error {
+    using B = decltype(kind);
+    Products<B> of{{}, x.typed_data(), x.dimensions()[0], x.dimensions()[1]};
+    for (size_t i = 0; i < w.size(); ++i) {
+      auto matrix = w.get<ffi::AnyBuffer>(i);
+      auto result = out.get<ffi::Buffer<ffi::F32>>(i);
+      if (!matrix.has_value() || !result.has_value()) return ffi::Error::InvalidArgument("layer_matmul: a result for every matrix");
+      int64_t L = matrix->dimensions()[0], F = matrix->dimensions()[transposed ? 1 : 2];
+      const B* first = static_cast<const B*>(matrix->untyped_data());
+      of.all.push_back({first + std::clamp<int64_t>(layer.typed_data()[0], 0, L - 1) * of.D * F, F, (*result)->typed_data()});
+    }
+    transposed ? multiply_all_transposed(pool, of) : multiply_all(pool, of);
+    return ffi::Error::Success();
+  };
+  auto first = w.get<ffi::AnyBuffer>(0);
+  if (!first.has_value()) return ffi::Error::InvalidArgument("layer_matmul: no matrix");
+  switch (first->element_type()) {
+    case ffi::F32: return run(float{});
+    case ffi::BF16: return run(BF16{});
+    case ffi::S8: return run(int8_t{});
+    case ffi::F8E4M3FN: return run(F8{});
     default: return ffi::Error::InvalidArgument("layer_matmul: weights of this type have no kernel");
   }
-  return ffi::Error::Success();
 }
 
 }  // namespace
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(
-    mint_layer_matmul, LayerMatmul,
-    ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::F32>>().Arg<ffi::AnyBuffer>().Arg<ffi::Buffer<ffi::S32>>().Ret<
-        ffi::Buffer<ffi::F32>>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(mint_layer_matmul, LayerMatmul,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<bool>("transposed"));

@@ -25,6 +25,16 @@ typedef uint32_t UVec __attribute__((vector_size(kLanes * 4), aligned(4), may_al
 
 inline Vec spread(float x) { return x - Vec{}; }
 
+// Keeps the compiler from reading a vector again for each product that it is in.
+inline Vec in_register(Vec x) {
+#if defined(__x86_64__)
+  asm("" : "+v"(x));
+#elif defined(__aarch64__)
+  asm("" : "+w"(x));
+#endif
+  return x;
+}
+
 // Weights as they are stored.
 struct BF16 {
   uint16_t bits;
@@ -125,4 +135,13 @@ inline void multiply(Vec (&acc)[R][V], const float* a, int64_t stride_a, const B
       for (int v = 0; v < V; ++v) acc[r][v] += x * w[v];
     }
   }
+}
+
+// The sum of a vector's lanes: halves onto halves, so that it does not depend on what is beside it.
+inline float total(Vec x) {
+  float lanes[kLanes];
+  std::memcpy(lanes, &x, sizeof x);
+  for (int half = kLanes / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  return lanes[0];
 }

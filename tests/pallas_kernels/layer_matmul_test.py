@@ -1,5 +1,6 @@
 """A layer's matrix read from the stack by the kernel for CPUs: float64, bits, what is not finite, and where XLA's form serves instead."""
 
+import functools
 import subprocess
 import sys
 
@@ -10,28 +11,43 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch, native
-from pallas_kernels.layer_matmul import MATMUL, cpu, layer_matmul, xla
+from pallas_kernels.layer_matmul import cpu, layer_matmul, table, xla
 
 DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn")
 SHAPES = [(1, 576, 192), (8, 192, 576), (7, 33, 129), (13, 100, 64), (40, 64, 203), (3, 5, 7)]  # panels whole and cut, few and many rows
-kernel = jax.jit(cpu.matmul)
 
 
-def arguments(rng, M, D, F, dtype="float32", L=3):
-    x = jnp.array(rng.normal(size=(M, D)), jnp.float32)
-    w = rng.integers(-127, 128, (L, D, F)) if dtype == "int8" else rng.normal(size=(L, D, F))
+@functools.partial(jax.jit, static_argnames="transposed")
+def kernel(x, w, layer, transposed=False):
+    return cpu.matmul(x, (w,), layer, transposed)[0]
+
+
+@functools.partial(jax.jit, static_argnames="transposed")
+def by_xla(x, w, layer, transposed=False):
+    return xla.matmul(x, (w,), layer, transposed)[0]
+
+
+both_ways = pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
+
+
+def arguments(rng, M, D, F, dtype="float32", L=3, transposed=False):
+    x, shape = jnp.array(rng.normal(size=(M, D)), jnp.float32), (L, F, D) if transposed else (L, D, F)
+    w = rng.integers(-127, 128, shape) if dtype == "int8" else rng.normal(size=shape)
     return x, jnp.array(w, jnp.dtype(dtype)), jnp.int32(rng.integers(L))
 
 
+@both_ways
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_values_are_those_of_float64(rng, dtype, shape):
-    x, w, layer = arguments(rng, *shape, dtype)
-    want = np.array(x, np.float64) @ np.array(w[layer].astype(jnp.float32), np.float64)
+def test_values_are_those_of_float64(rng, dtype, shape, transposed):
+    x, w, layer = arguments(rng, *shape, dtype, transposed=transposed)
+    w_DF = np.array(w[layer].astype(jnp.float32), np.float64)
+    w_DF = w_DF.T if transposed else w_DF
+    want = np.array(x, np.float64) @ w_DF
     # A sum of D float32 products in order: each addition is off by at most 6e-8 of the sums of magnitudes so far.
-    near = np.abs(np.array(x, np.float64)) @ np.abs(np.array(w[layer].astype(jnp.float32), np.float64))
-    for form in (kernel, jax.jit(xla.matmul)):
-        assert (np.abs(form(x, w, layer) - want) <= 6e-8 * shape[1] ** 0.5 * 8 * near).all()
+    near = np.abs(np.array(x, np.float64)) @ np.abs(w_DF)
+    for form in (kernel, by_xla):
+        assert (np.abs(form(x, w, layer, transposed=transposed) - want) <= 6e-8 * shape[1] ** 0.5 * 8 * near).all()
 
 
 def test_every_number_of_eight_bits_is_what_its_type_says(rng):
@@ -43,28 +59,35 @@ def test_every_number_of_eight_bits_is_what_its_type_says(rng):
             np.testing.assert_array_equal(made, every[:F].astype(np.float32))
 
 
+@both_ways
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_s_bits_do_not_depend_on_how_many_rows_there_are(rng, dtype):
-    x, w, layer = arguments(rng, 50, 96, 201, dtype)
-    all_ = np.array(kernel(x, w, layer))
-    for M in (1, 2, 5, 6, 7, 12, 13, 31):
+def test_a_row_s_bits_do_not_depend_on_how_many_rows_there_are(rng, dtype, transposed):
+    x, w, layer = arguments(rng, 50, 96, 201, dtype, transposed=transposed)
+    all_ = np.array(kernel(x, w, layer, transposed=transposed))
+    for M in (1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 31):
         at = rng.permutation(50)[:M]
-        assert np.array(kernel(x[at], w, layer)).tobytes() == all_[at].tobytes(), M
+        assert np.array(kernel(x[at], w, layer, transposed=transposed)).tobytes() == all_[at].tobytes(), M
 
 
-def test_what_is_not_finite_stays_in_its_row_and_column(rng):
-    x, w, layer = arguments(rng, 20, 64, 150)
-    clean, row, column = np.array(kernel(x, w, layer)), int(rng.integers(20)), int(rng.integers(150))
+@both_ways
+def test_what_is_not_finite_stays_in_its_row_and_column(rng, transposed):
+    x, w, layer = arguments(rng, 20, 64, 150, transposed=transposed)
+    w = w.mT if transposed else w
+
+    def product(x, w, layer):
+        return kernel(x, w.mT if transposed else w, layer, transposed=transposed)
+
+    clean, row, column = np.array(product(x, w, layer)), int(rng.integers(20)), int(rng.integers(150))
     for value in (np.nan, np.inf, -np.inf):
-        made = np.array(kernel(x.at[row, 3].set(value), w, layer))
+        made = np.array(product(x.at[row, 3].set(value), w, layer))
         assert not np.isfinite(made[row]).any()
         others = np.arange(20) != row
         assert made[others].tobytes() == clean[others].tobytes()
-        made = np.array(kernel(x, w.at[layer, 3, column].set(value), layer))
+        made = np.array(product(x, w.at[layer, 3, column].set(value), layer))
         assert not np.isfinite(made[:, column]).any()
         others = np.arange(150) != column
         assert made[:, others].tobytes() == clean[:, others].tobytes()
-        made = np.array(kernel(x, w.at[(layer + 1) % 3, 3].set(value), layer))
+        made = np.array(product(x, w.at[(layer + 1) % 3, 3].set(value), layer))
         assert made.tobytes() == clean.tobytes()
 
 
@@ -76,13 +99,14 @@ def test_rows_of_sixteen_bits_are_multiplied_in_float32(rng):
 
 @pytest.mark.bits
 def test_auto_is_the_kernel_on_one_cpu_and_xla_over_a_mesh(rng):
-    args = arguments(rng, 4, 32, 48)
+    x, w, layer = arguments(rng, 4, 32, 48)
+    args = x, (w,), layer
     auto = jax.jit(layer_matmul)
-    np.testing.assert_array_equal(auto(*args), kernel(*args))
+    np.testing.assert_array_equal(auto(*args)[0], kernel(x, w, layer))
     assert "mint_layer_matmul" in auto.lower(*args).as_text()
     assert "mint_layer_matmul" not in auto.trace(*args).lower(lowering_platforms=("tpu",)).as_text()
     with jax.set_mesh(jax.make_mesh((2,), ("data",), devices=jax.devices()[:2])):
-        told = dict(dispatch.explain(MATMUL, *args))
+        told = dict(dispatch.explain(table(False), *args))
         assert "divides rows" in told["cpu"]
         assert "mint_layer_matmul" not in jax.jit(layer_matmul).lower(*args).as_text()
 
@@ -93,11 +117,23 @@ def test_several_threads_may_call_it_at_once(rng):
 
     @jax.jit
     def many(x, w):
-        return [cpu.matmul(x, w, jnp.int32(i)) for i in range(10)]
+        return [cpu.matmul(x, (w,), jnp.int32(i))[0] for i in range(10)]
 
     want = np.einsum("md,ldf->lmf", x, w)
     for _ in range(20):
         np.testing.assert_allclose(many(x, w), want, atol=1e-3)
+
+
+@both_ways
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("M", [1, 8, 20])
+def test_matrices_of_the_same_rows_are_one_call_with_the_bits_of_each_alone(rng, dtype, M, transposed):
+    x, first, layer = arguments(rng, M, 96, 200, dtype, transposed=transposed)
+    stacks = first, *(arguments(rng, M, 96, F, dtype, transposed=transposed)[1] for F in (7, 64, 129))
+    made = jax.jit(cpu.matmul, static_argnames="transposed")(x, stacks, layer, transposed=transposed)
+    assert len(made) == 4
+    for y, w in zip(made, stacks):
+        assert np.array(y).tobytes() == np.array(kernel(x, w, layer, transposed)).tobytes()
 
 
 def test_without_a_compiler_xla_serves_and_the_reason_is_told(tmp_path):
@@ -105,10 +141,10 @@ def test_without_a_compiler_xla_serves_and_the_reason_is_told(tmp_path):
     code = """
 import jax, jax.numpy as jnp
 from pallas_kernels import dispatch
-from pallas_kernels.layer_matmul import MATMUL, layer_matmul
-args = jnp.ones((2, 4)), jnp.ones((1, 4, 8)), jnp.int32(0)
-print(dict(dispatch.explain(MATMUL, *args))["cpu"])
-print(float(layer_matmul(*args)[0, 0]), [fall.implementation for fall in dispatch.fallen])
+from pallas_kernels.layer_matmul import layer_matmul, table
+args = jnp.ones((2, 4)), (jnp.ones((1, 4, 8)),), jnp.int32(0)
+print(dict(dispatch.explain(table(False), *args))["cpu"])
+print(float(layer_matmul(*args)[0][0, 0]), [fall.implementation for fall in dispatch.fallen])
 try:
     layer_matmul(*args, implementation="cpu")
 except ValueError as error:
@@ -149,6 +185,10 @@ def test_what_was_compiled_is_found_again_and_other_sources_are_not(monkeypatch,
 def test_shapes_that_do_not_fit_are_refused(rng):
     x, w, layer = arguments(rng, 4, 32, 48)
     with pytest.raises(ValueError, match=r"expected \[\.\.\., D\]"):
-        layer_matmul(x[:, 1:], w, layer)
+        layer_matmul(x[:, 1:], (w,), layer)
+    with pytest.raises(ValueError, match=r"\[L, F, D\]"):
+        layer_matmul(x, (w, w), layer, transposed=True)
     with pytest.raises(NotImplementedError, match="float16"):
-        cpu.require(x, w.astype(jnp.float16), layer)
+        cpu.require(x, (w.astype(jnp.float16),), layer)
+    with pytest.raises(NotImplementedError, match="not in one call with float32"):
+        cpu.require(x, (w, w.astype(jnp.bfloat16)), layer)
