@@ -26,9 +26,9 @@ from mint_jax.params import ParamSpec
 from mint_jax.sharding import constrain
 from pallas_kernels.layer_matmul import layer_matmul
 
-# Of so many rows a CPU's kernel multiplies the unembedding: 1.4 times as fast as XLA at 8 rows of SmolLM2-135M, which reads the table at
-# 23 GB/s; at 16 both take as long, and at 32 XLA is 1.2 times as fast.
-FEW_ROWS = 8
+# Of so many rows, those in use, a CPU's kernel multiplies the unembedding. SmolLM2-135M's, which XLA's product of 8 rows reads at 23 GB/s:
+# as fast as XLA at 1 row and at 32, 1.5 times as fast at 8, 1.3 at 16, 0.6 at 128.
+FEW_ROWS = 32
 
 # What the backward pass keeps of each layer. SmolLM2-135M, 4 rows of 256 tokens, float32, two cores, forward and backward: "none"
 # 804 MiB of temporaries and 2.40 s, "names" 736 MiB and 2.36 s, "full" 140 MiB and 2.68 s, for it runs every layer twice. On
@@ -173,7 +173,8 @@ def hidden_states(
         def layer(carry, layer_inputs, indexers=indexers, stacks=stacks, matrices=matrices, mine=mine):
             x, chosen, pool = carry
             p, a, number, turn, routes = layer_inputs
-            p = experts.attach(stacked.attach(p, matrices, number, cfg.kernels.layer_matmul), stacks, number)
+            count = None if view is None else view.count
+            p = experts.attach(stacked.attach(p, matrices, number, cfg.kernels.layer_matmul, count), stacks, number)
             a = _of_layer(mine, number, a)
             indexer = None if turn is None else dsa.Layer(indexers, turn)
             cache = None if view is None else paged.Cache(pool, number, view)
@@ -254,17 +255,19 @@ def embed(params: Any, lora: AnyAdapters | SlotBlocks | None, tokens_BT: jax.Arr
     return x if delta is None else x + delta
 
 
-def logits(params: Any, lora: AnyAdapters | SlotBlocks | None, h_BTD: jax.Array, kernel: str = "xla") -> jax.Array:
+def logits(params: Any, lora: AnyAdapters | SlotBlocks | None, h_BTD: jax.Array, kernel: str = "xla", count: Any = None) -> jax.Array:
     """``[B, T, V]`` float32, with the deltas of adapters that target ``unembed``.
 
     Args:
         kernel: which implementation of ``layer_matmul`` serves few rows on one device. Only XLA's has a gradient.
+        count: int32, how many rows are in use, the first ones; None: all.
     """
     table_VD = unembed_table(params)
     chex.assert_shape(h_BTD, (None, None, table_VD.shape[1]))
     with jax.named_scope("unembed"):
         if kernel != "xla" and h_BTD.shape[0] * h_BTD.shape[1] <= FEW_ROWS and stacked.one_device():
-            (out,) = layer_matmul(h_BTD, (table_VD[None],), jnp.int32(0), transposed=True, implementation=kernel)
+            rows = None if count is None else count * h_BTD.shape[1]
+            (out,) = layer_matmul(h_BTD, (table_VD[None],), jnp.int32(0), rows, transposed=True, implementation=kernel)
         else:
             out = jnp.einsum("BTD,VD->BTV", h_BTD, table_VD, preferred_element_type=jnp.float32)
         delta = None if lora is None else batch_delta(h_BTD, lora.at("unembed"), out.shape[-1])

@@ -217,7 +217,8 @@ def prefill(params: Any, stacks: Stacks, pool: Pool, blocks: Blocks, *, cfg: Mod
     chex.assert_shape([blocks.start, blocks.page], (C,))
     positions = blocks.start[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
     none = jnp.zeros((C,), jnp.int32)
-    view = View(blocks.table, blocks.start, none, none, blocks.page)
+    nowhere = jax.tree.leaves(pool["tokens"])[0].shape[1]  # a page that no device has
+    view = View(blocks.table, blocks.start, none, none, blocks.page, count=_in_use(blocks.page < nowhere))
     lora = name_slots(stacks, blocks.slots, cfg.kernels.slot_lora)
     inputs = Inputs(blocks.tokens, positions, pool=pool, view=view)
     h, kept = hidden_states(params, lora, inputs, cfg)
@@ -252,6 +253,11 @@ def _draws(logp_CTV: jax.Array, positions_CT: jax.Array, asked: Asked) -> tuple[
     return ids.reshape(C, T, -1), logprobs.reshape(C, T, -1)
 
 
+def _in_use(live: jax.Array) -> jax.Array:
+    """How many rows come before the last that is live, and that one: int32. Plans put those in use first, of one device."""
+    return jnp.max(jnp.where(live, jnp.arange(1, len(live) + 1, dtype=jnp.int32), 0))
+
+
 def _write_tokens(pool: jax.Array, tokens_BT: jax.Array, view: View, cfg: ModelConfig) -> jax.Array:
     return paged.record(pool, tokens_BT[..., None], paged.Cache({}, jnp.int32(0), view), cache_heads(cfg))
 
@@ -279,14 +285,14 @@ def decode(params: Any, stacks: Stacks, pool: Pool, rows: Rows, steps: jax.Array
     def view_of(own: jax.Array, live: jax.Array) -> View:
         entry = runs_of_prefix * paged.RUN_PAGES + own // PAGE
         page = jnp.take_along_axis(rows.table, jnp.minimum(entry, rows.table.shape[1] - 1)[:, None], axis=1)[:, 0]
-        return View(rows.table, rows.prefix, own, rows.first, jnp.where(live, page, nowhere), own % PAGE, rows.teams)
+        return View(rows.table, rows.prefix, own, rows.first, jnp.where(live, page, nowhere), own % PAGE, rows.teams, _in_use(live))
 
     def body(s: _State) -> _State:
         view = view_of(s.own, s.live)
         inputs = Inputs(s.token[:, None], (rows.prefix + s.own)[:, None], pool=s.pool, view=view)
         h, kept = hidden_states(params, lora, inputs, cfg)
         kept["tokens"] = _write_tokens(s.pool["tokens"], s.token[:, None], view, cfg)
-        z_RV = sharding.constrain(logits(params, lora, h, cfg.kernels.layer_matmul)[:, 0], "batch", "vocab")
+        z_RV = sharding.constrain(logits(params, lora, h, cfg.kernels.layer_matmul, view.count)[:, 0], "batch", "vocab")
         changed = _penalised(z_RV, rows.sampling, kept["tokens"], view, cfg)
         changed = jax.lax.cond(jnp.any(rows.bound), lambda z: _allowed(z, rows), lambda z: z, changed)
         token, logprob, drawn_logprob = sample(z_RV, rows.sampling, s.own, changed)

@@ -19,7 +19,13 @@ def table(transposed: bool) -> tuple[Implementation, ...]:
 
 
 def layer_matmul(
-    x: jax.Array, stacks: tuple[jax.Array, ...], layer: jax.Array, *, transposed: bool = False, implementation: str = "auto"
+    x: jax.Array,
+    stacks: tuple[jax.Array, ...],
+    layer: jax.Array,
+    rows: jax.Array | None = None,
+    *,
+    transposed: bool = False,
+    implementation: str = "auto",
 ) -> tuple[jax.Array, ...]:
     """``x w[layer]`` of every stack, ``[..., F]`` float32 each.
 
@@ -28,6 +34,7 @@ def layer_matmul(
         stacks: ``[L, D, F]`` of one dtype, float32, bfloat16, int8 or float8_e4m3fn, each with its own F; ``[L, F, D]`` when
             ``transposed``.
         layer: int32, at most L - 1.
+        rows: int32, how many of x are in use, the first ones; what the others get is of no use, and CPUs spend nothing on it. None: all.
         implementation: ``auto``, ``xla`` or ``cpu``, see ``dispatch``.
 
     Raises:
@@ -37,4 +44,4 @@ def layer_matmul(
         if w.ndim != 3 or x.shape[-1] != w.shape[2 if transposed else 1] or layer.shape:
             wanted = "[L, F, D]" if transposed else "[L, D, F]"
             raise ValueError(f"x has shape {x.shape}, w {w.shape}, layer {layer.shape}; expected [..., D], {wanted} and a scalar")
-    return dispatch.run("layer_matmul", table(transposed), implementation, (x, stacks, layer))
+    return dispatch.run("layer_matmul", table(transposed), implementation, (x, stacks, layer, rows))

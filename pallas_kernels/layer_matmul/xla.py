@@ -4,8 +4,10 @@ import jax
 import jax.numpy as jnp
 
 
-def matmul(x: jax.Array, stacks: tuple[jax.Array, ...], layer: jax.Array, transposed: bool = False) -> tuple[jax.Array, ...]:
-    """See ``layer_matmul``."""
+def matmul(
+    x: jax.Array, stacks: tuple[jax.Array, ...], layer: jax.Array, rows: jax.Array | None = None, transposed: bool = False
+) -> tuple[jax.Array, ...]:
+    """See ``layer_matmul``; all rows are multiplied."""
     none, sums = jnp.int32(0), "...D,FD->...F" if transposed else "...D,DF->...F"
 
     def product(w: jax.Array) -> jax.Array:

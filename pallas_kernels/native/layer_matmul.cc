@@ -1,6 +1,8 @@
-// x [M, D] times one layer of several w [L, D, F], or the transpose of one of [L, F, D]: read from where they lie, once.
+// The first rows of x [M, D] times one layer of several w [L, D, F], or the transpose of one of [L, F, D]: read from where they lie, once. Rows behind
+// the first get zeros.
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "threads.h"
@@ -23,9 +25,9 @@ struct Products {
   };
   std::vector<One> all;
   const float* x;
-  int64_t M, D;
+  int64_t M, D, room;  // rows in use, their width, and all rows
 
-  // Calls work(one, p) for all parts of `width` columns, a task each.
+  // Calls work(one, p) for all parts of `width` columns, a task each; rows that are not in use get zeros.
   template <typename Work>
   void by_parts(ffi::ThreadPool& pool, int64_t width, const Work& work) const {
     int64_t tasks = 0, columns = 0;
@@ -33,8 +35,13 @@ struct Products {
     over_tasks(pool, tasks, M * D * columns > (1 << 16), [&](int64_t p) {
       for (const One& one : all) {
         int64_t parts = (one.F + width - 1) / width;
-        if (p < parts) return work(one, p);
-        p -= parts;
+        if (p >= parts) {
+          p -= parts;
+          continue;
+        }
+        int64_t first = p * width, columns = std::min(width, one.F - first);
+        for (int64_t m = M; m < room; ++m) std::memset(one.out + m * one.F + first, 0, columns * sizeof(float));
+        return work(one, p);
       }
     });
   }
@@ -108,6 +115,7 @@ void many(ffi::ThreadPool& pool, const Products<B>& of) {
 template <typename B>
 void multiply_all(ffi::ThreadPool& pool, const Products<B>& of) {
   switch (of.M) {
+    case 0: return of.by_parts(pool, 1024, [](const auto&, int64_t) {});
     case 1: return few<1, 4>(pool, of);
     case 2: return few<2, 4>(pool, of);
     case 3: return few<3, 4>(pool, of);
@@ -120,18 +128,18 @@ void multiply_all(ffi::ThreadPool& pool, const Products<B>& of) {
   }
 }
 
-constexpr int kEntries = 128;  // rows of a table that are a task's
+constexpr int kEntries = 128, kTogether = 24;  // rows of a table that are a task's, and that all rows are multiplied by in turn
 
 // out[r][e] = a[r] . b[e] for R rows and E entries of a table: lanes along D, added up at the end.
-template <int R, int E, typename B>
+template <int R, int E, bool kAhead, typename B>
 void dots(const float* a, const B* b, int64_t D, float* out, int64_t stride_out) {
   Vec acc[R][E] = {};
-  int64_t d = 0, later = 6 * D;
+  int64_t d = 0, later = (E == 1 ? 24 : 6) * D;  // what is fetched ahead; further where one row takes one entry after the other
   for (; d + kLanes <= D; d += kLanes) {
     Vec w[E];
     for (int e = 0; e < E; ++e) {
       w[e] = load(b + e * D + d);
-      __builtin_prefetch(b + e * D + d + later, 0, 2);
+      if (kAhead) __builtin_prefetch(b + e * D + d + later, 0, 2);
     }
     for (int r = 0; r < R; ++r) {
       Vec x = in_register(load(a + r * D + d));
@@ -147,10 +155,11 @@ void dots(const float* a, const B* b, int64_t D, float* out, int64_t stride_out)
 }
 
 template <int R, int E, typename B>
-void entries(int64_t count, const float* a, const B* b, int64_t D, float* out, int64_t stride_out) {
+void entries(int64_t count, const float* a, const B* b, int64_t D, float* out, int64_t stride_out, bool ahead) {
   int64_t e = 0;
-  for (; e + E <= count; e += E) dots<R, E>(a, b + e * D, D, out + e, stride_out);
-  for (; e < count; ++e) dots<R, 1>(a, b + e * D, D, out + e, stride_out);
+  for (; e + E <= count; e += E)
+    ahead ? dots<R, E, true>(a, b + e * D, D, out + e, stride_out) : dots<R, E, false>(a, b + e * D, D, out + e, stride_out);
+  for (; e < count; ++e) dots<R, 1, false>(a, b + e * D, D, out + e, stride_out);
 }
 
 // x times the transpose of tables [F, D], whose rows are contiguous: an unembedding. Of eight rows at a time, each of which reads them.
@@ -159,30 +168,34 @@ void multiply_all_transposed(ffi::ThreadPool& pool, const Products<B>& of) {
   int64_t D = of.D, blocks = (of.M + 7) / 8;
   of.by_parts(pool, kEntries, [&](const auto& one, int64_t p) {
     int64_t F = one.F, f = p * kEntries, count = std::min<int64_t>(kEntries, F - f);
-    for (int64_t i = 0; i < blocks; ++i) {
-      int64_t at = of.M * i / blocks;
-      const float* a = of.x + at * D;
-      const B* b = one.w + f * D;
-      float* y = one.out + at * F + f;
-      switch (of.M * (i + 1) / blocks - at) {
-        case 1: entries<1, 8>(count, a, b, D, y, F); break;
-        case 2: entries<2, 8>(count, a, b, D, y, F); break;
-        case 3: entries<3, 6>(count, a, b, D, y, F); break;
-        case 4: entries<4, 6>(count, a, b, D, y, F); break;
-        case 5: entries<5, 4>(count, a, b, D, y, F); break;
-        case 6: entries<6, 4>(count, a, b, D, y, F); break;
-        case 7: entries<7, 3>(count, a, b, D, y, F); break;
-        default: entries<8, 3>(count, a, b, D, y, F);
+    int64_t step = blocks > 1 ? kTogether : count;  // what several blocks of rows read stays in the first cache
+    for (int64_t g = 0; g < count; g += step)
+      for (int64_t i = 0; i < blocks; ++i) {
+        int64_t at = of.M * i / blocks, n = std::min(step, count - g);
+        const float* a = of.x + at * D;
+        const B* b = one.w + (f + g) * D;
+        float* y = one.out + at * F + f + g;
+        bool ahead = i == 0;
+        switch (of.M * (i + 1) / blocks - at) {
+          case 1: entries<1, 1>(n, a, b, D, y, F, ahead); break;
+          case 2: entries<2, 8>(n, a, b, D, y, F, ahead); break;
+          case 3: entries<3, 6>(n, a, b, D, y, F, ahead); break;
+          case 4: entries<4, 6>(n, a, b, D, y, F, ahead); break;
+          case 5: entries<5, 4>(n, a, b, D, y, F, ahead); break;
+          case 6: entries<6, 4>(n, a, b, D, y, F, ahead); break;
+          case 7: entries<7, 3>(n, a, b, D, y, F, ahead); break;
+          default: entries<8, 3>(n, a, b, D, y, F, ahead);
+        }
       }
-    }
   });
 }
 
-ffi::Error LayerMatmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> layer, ffi::RemainingArgs w,
-                       ffi::RemainingRets out, bool transposed) {
+ffi::Error LayerMatmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> layer, ffi::Buffer<ffi::S32> rows,
+                       ffi::RemainingArgs w, ffi::RemainingRets out, bool transposed) {
   auto run = [&](auto kind) -> ffi::Error {
     using B = decltype(kind);
-    Products<B> of{{}, x.typed_data(), x.dimensions()[0], x.dimensions()[1]};
+    int64_t room = x.dimensions()[0], M = std::clamp<int64_t>(rows.typed_data()[0], 0, room);
+    Products<B> of{{}, x.typed_data(), M, x.dimensions()[1], room};
     for (size_t i = 0; i < w.size(); ++i) {
       auto matrix = w.get<ffi::AnyBuffer>(i);
       auto result = out.get<ffi::Buffer<ffi::F32>>(i);
@@ -211,6 +224,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(mint_layer_matmul, LayerMatmul,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
                                   .Arg<ffi::Buffer<ffi::S32>>()
                                   .RemainingArgs()
                                   .RemainingRets()

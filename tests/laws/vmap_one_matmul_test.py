@@ -272,7 +272,7 @@ def test_sampling_is_one_base_matmul_a_token(tiny_base, kernel):
     cfg = tiny_base("llama").cfg
     cfg = cfg.replace(kernels=dataclasses.replace(cfg.kernels, layer_matmul="auto" if kernel == "cpu" else kernel))
     cfg = cfg.replace(head_dim=18)  # two heads of 16 would be as wide as a page is long
-    rows, blocks, table = transformer.FEW_ROWS if kernel == "cpu" else 10, 6, longest_table(64)
+    rows, blocks, table = 10, 6, longest_table(64)
     specs = transformer.abstract(cfg)
     made = lambda: {b: lora_tree.empty_stack(specs, lora_tree.LINEAR_TARGETS, b, n) for b, n in {1: 1, 4: 2, 8: 2}.items()}  # noqa: E731
     stacks = jax.eval_shape(made)

@@ -18,13 +18,13 @@ SHAPES = [(1, 576, 192), (8, 192, 576), (7, 33, 129), (13, 100, 64), (40, 64, 20
 
 
 @functools.partial(jax.jit, static_argnames="transposed")
-def kernel(x, w, layer, transposed=False):
-    return cpu.matmul(x, (w,), layer, transposed)[0]
+def kernel(x, w, layer, rows=None, transposed=False):
+    return cpu.matmul(x, (w,), layer, rows, transposed)[0]
 
 
 @functools.partial(jax.jit, static_argnames="transposed")
 def by_xla(x, w, layer, transposed=False):
-    return xla.matmul(x, (w,), layer, transposed)[0]
+    return xla.matmul(x, (w,), layer, transposed=transposed)[0]
 
 
 both_ways = pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
@@ -67,6 +67,18 @@ def test_a_row_s_bits_do_not_depend_on_how_many_rows_there_are(rng, dtype, trans
     for M in (1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 31):
         at = rng.permutation(50)[:M]
         assert np.array(kernel(x[at], w, layer, transposed=transposed)).tobytes() == all_[at].tobytes(), M
+
+
+@both_ways
+def test_rows_that_are_not_in_use_cost_nothing_and_get_zeros(rng, transposed):
+    x, w, layer = arguments(rng, 40, 96, 201, transposed=transposed)
+    all_ = np.array(kernel(x, w, layer, transposed=transposed))
+    for rows in (0, 1, 5, 8, 9, 39, 40, 41, -1):
+        live = min(max(rows, 0), 40)
+        dead = x.at[live:].set(np.nan)  # which nobody reads
+        made = np.array(kernel(dead, w, layer, jnp.int32(rows), transposed=transposed))
+        assert made[:live].tobytes() == all_[:live].tobytes(), rows
+        assert (made[live:] == 0).all(), rows
 
 
 @both_ways
@@ -133,7 +145,7 @@ def test_matrices_of_the_same_rows_are_one_call_with_the_bits_of_each_alone(rng,
     made = jax.jit(cpu.matmul, static_argnames="transposed")(x, stacks, layer, transposed=transposed)
     assert len(made) == 4
     for y, w in zip(made, stacks):
-        assert np.array(y).tobytes() == np.array(kernel(x, w, layer, transposed)).tobytes()
+        assert np.array(y).tobytes() == np.array(kernel(x, w, layer, transposed=transposed)).tobytes()
 
 
 def test_without_a_compiler_xla_serves_and_the_reason_is_told(tmp_path):
