@@ -30,6 +30,20 @@ def keep_freed_memory() -> bool:
     return all(mallopt(parameter, value) == 1 for parameter, value in settings)
 
 
+def give_back_freed_memory() -> bool:
+    """Returns to the kernel what ``keep_freed_memory`` keeps; False where there is no glibc.
+
+    To be called between phases of different sizes: holes that one leaves do not fit the other's temporaries, and the heap grows by both.
+    GRPO of eight policies on SmolLM2-135M held 2.2 to 2.4 GB in its update, more in each step, and 1.9 so; the update takes a tenth
+    longer, for its pages are faulted in again.
+    """
+    try:
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    except (OSError, AttributeError):
+        return False
+    return True
+
+
 def leave_out_absent_tpu() -> None:
     """Has JAX not look for a TPU where only its compiler is installed.
 

@@ -43,6 +43,29 @@ def test_freed_memory_is_used_again_without_page_faults():
     assert int(second) > int(first) / 10
 
 
+GIVEN = """
+import ctypes
+from mint_jax import host
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+host.keep_freed_memory()
+blocks = [libc.malloc(32 << 20) for _ in range(3)]
+for block in blocks:
+    ctypes.memset(block, 1, 32 << 20)
+held = host.rss_bytes()
+libc.free(blocks[1])  # between the others: no end of the heap to be cut off
+print(held, host.rss_bytes(), host.give_back_freed_memory(), host.rss_bytes())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc_trim is glibc's")
+def test_holes_of_the_heap_are_given_back():
+    held, freed, given, after = run(GIVEN)
+    assert given == "True"
+    assert int(freed) > int(held) - (4 << 20), "it was kept"
+    assert int(after) < int(held) - (28 << 20)
+
+
 CACHE = """
 import sys
 import jax, jax.numpy as jnp, numpy as np

@@ -9,7 +9,7 @@ What the batched schedule's peak has more, of 8 policies on SmolLM2 in float32, 
 training step had 205 MB of temporaries where that of one policy had 28: 50 for a slice of logits (at most ``logprobs.SLICE_BYTES``,
 whatever the batch), as much for its exponentials, which take the logits' memory since, 80 for the gradients of the batch's policies, 24
 for the layers' inputs. The cache, which is freed before the update, has 64 pages where one policy's samples take 16, 94 MB and 24; on a
-CPU the process keeps what is freed (``host.keep_freed_memory``), and its peak does not show that. No base and no optimizer state is in it.
+CPU the engine gives the heap's holes back then (``host.give_back_freed_memory``). No base and no optimizer state is in it.
 """
 
 import time
@@ -63,6 +63,7 @@ class _Side:
 
     def __call__(self) -> None:
         job = self.job
+        job.trainer.state = {}  # first, or three states at once would be the peak of every schedule
         job.trainer.state = jax.block_until_ready(jax.tree.map(jnp.copy, self.start))
         self.spans, self._began = [], time.perf_counter()
         before = job.tokens

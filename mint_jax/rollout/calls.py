@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from mint_jax import messages, multihost
+from mint_jax import host, messages, multihost
 from mint_jax.errors import UserError
 from mint_jax.lora.tree import Stacks
 from mint_jax.models.base import Base
@@ -156,6 +156,8 @@ class Calls:
 
     def _release(self) -> None:
         self.pool = None
+        if self.base.mesh.devices.flat[0].platform == "cpu":
+            host.give_back_freed_memory()
 
     def _prefill(self, plan: Blocks) -> Any:
         self.pool, scores = device.prefill(self.base.params, self.stacks, self.pool, plan, cfg=self.base.cfg)
