@@ -281,7 +281,6 @@ def decode(params: Any, stacks: Stacks, pool: Pool, rows: Rows, steps: jax.Array
     lora = name_slots(stacks, rows.slots, cfg.kernels.slot_lora)
     runs_of_prefix = -(-rows.prefix // paged.RUN)
     nowhere = jax.tree.leaves(pool["tokens"])[0].shape[1]  # a page that no device has
-    penalties, grammars = _any_penalties(rows.sampling), jnp.any(rows.bound)
 
     def view_of(own: jax.Array, live: jax.Array) -> View:
         entry = runs_of_prefix * paged.RUN_PAGES + own // PAGE
@@ -294,12 +293,9 @@ def decode(params: Any, stacks: Stacks, pool: Pool, rows: Rows, steps: jax.Array
         h, kept = hidden_states(params, lora, inputs, cfg)
         kept["tokens"] = _write_tokens(s.pool["tokens"], s.token[:, None], view, cfg)
         z_RV = sharding.constrain(logits(params, lora, h, cfg.kernels.layer_matmul, view.count)[:, 0], "batch", "vocab")
-
-        def change(z_RV: jax.Array) -> jax.Array:
-            z_RV = jax.lax.cond(penalties, lambda z: _penalised(z, rows.sampling, kept["tokens"], view, cfg), lambda z: z, z_RV)
-            return jax.lax.cond(grammars, lambda z: _allowed(z, rows), lambda z: z, z_RV)
-
-        token, logprob, drawn_logprob = sample(z_RV, rows.sampling, s.own, change, penalties | grammars)
+        changed = _penalised(z_RV, rows.sampling, kept["tokens"], view, cfg)
+        changed = jax.lax.cond(jnp.any(rows.bound), lambda z: _allowed(z, rows), lambda z: z, changed)
+        token, logprob, drawn_logprob = sample(z_RV, rows.sampling, s.own, changed)
         wanted = rows.top & s.live
         none = jnp.zeros((R, A), jnp.int32), jnp.zeros((R, A), jnp.float32)
         top = jax.lax.cond(jnp.any(wanted), lambda: alternatives(z_RV, A), lambda: none)
@@ -352,18 +348,14 @@ def _penalised(z_RV: jax.Array, sampling: SamplingParams, tokens: jax.Array, vie
         prompt = (place < view.prefix[:, None]) | (own == 0)
         return penalised(z_RV, penalties, ids, prompt, (own > 0) & (own <= view.own[:, None]))
 
-    # Where the row's pages are: over a pod the tokens of long contexts are more than the logits.
-    specs = (rows, None), (rows, None), (None, rows, None, None), (rows, None)
-    out = sharding.over_devices(local, (z_RV, penalties, tokens, view), specs, (rows, None))
-    return sharding.constrain(out, "batch", "vocab")
+    def changed() -> jax.Array:
+        # Where the row's pages are: over a pod the tokens of long contexts are more than the logits.
+        specs = (rows, None), (rows, None), (None, rows, None, None), (rows, None)
+        out = sharding.over_devices(local, (z_RV, penalties, tokens, view), specs, (rows, None))
+        return sharding.constrain(out, "batch", "vocab")
 
-
-def _any_penalties(sampling: SamplingParams) -> jax.Array:
-    """Whether any row has a penalty or a bias."""
-    penalties = sampling.penalties
-    assert penalties is not None
     any_ = jnp.any(penalties.repetition != 1) | jnp.any(penalties.frequency != 0) | jnp.any(penalties.presence != 0)
-    return any_ | jnp.any(penalties.bias_ids >= 0)
+    return jax.lax.cond(any_ | jnp.any(penalties.bias_ids >= 0), changed, lambda: z_RV)
 
 
 @functools.partial(jax.jit, static_argnames=("cfg",))
