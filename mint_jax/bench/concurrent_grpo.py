@@ -62,9 +62,17 @@ class _Side:
         self.spans.append({"phase": phase, "policies": policies, "start_s": round(start, 4), "end_s": round(end, 4)})
 
     def __call__(self) -> None:
+        self.reset()
+        self.run()
+
+    def reset(self) -> None:
+        """Back to the state that every call starts from."""
+        self.job.trainer.state = {}  # first, or three states at once would be the peak of every schedule
+        self.job.trainer.state = jax.block_until_ready(jax.tree.map(jnp.copy, self.start))
+
+    def run(self) -> None:
+        """The steps of a call."""
         job = self.job
-        job.trainer.state = {}  # first, or three states at once would be the peak of every schedule
-        job.trainer.state = jax.block_until_ready(jax.tree.map(jnp.copy, self.start))
         self.spans, self._began = [], time.perf_counter()
         before = job.tokens
         first = dict.fromkeys(job.members, 0)
@@ -176,8 +184,10 @@ def _peak(config: dict[str, Any], name: str, open_base: Callable[[Any], Base], m
     host.use_compilation_cache(cache_dir() / "compiled")
     side = _Side(make_grpo(config, open_base(config)), name, config["steps"], 0.0)
     for _ in range(2):  # the first call may compile
+        side.reset()
+        host.give_back_freed_memory()  # the copies', which are the bench's
         host.reset_peak_rss()
-        side()
+        side.run()
     stats = jax.local_devices()[0].memory_stats()
     return int(stats["peak_bytes_in_use"]) if stats else host.peak_rss_bytes()
 

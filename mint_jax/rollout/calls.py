@@ -151,12 +151,12 @@ class Calls:
         self.pool, self._kept = None, {}
 
     def _make(self, pages: int) -> None:
-        self.pool = None
+        self._release()
         self.pool = device.empty_pool(self.base.cfg, self.base.mesh, pages, self.base.dtype, self.keep_routes)
 
     def _release(self) -> None:
         self.pool = None
-        if self.base.mesh.devices.flat[0].platform == "cpu":
+        if self.base.mesh.devices.flat[0].platform == "cpu":  # what runs next, a rollout or an update, takes other sizes
             host.give_back_freed_memory()
 
     def _prefill(self, plan: Blocks) -> Any:
