@@ -14,8 +14,11 @@ from pallas_kernels.layer_matmul import cpu, xla
 
 def table(transposed: bool) -> tuple[Implementation, ...]:
     """Implementations of ``layer_matmul``."""
-    forms = (("cpu", "cpu", cpu.matmul, cpu.require), ("xla", None, xla.matmul, dispatch.anything))
-    return tuple(Implementation(name, on, functools.partial(call, transposed=transposed), require) for name, on, call, require in forms)
+    require = functools.partial(cpu.require, transposed=transposed)
+    return (
+        Implementation("cpu", "cpu", functools.partial(cpu.matmul, transposed=transposed), require),
+        Implementation("xla", None, functools.partial(xla.matmul, transposed=transposed), dispatch.anything),
+    )
 
 
 def layer_matmul(
@@ -32,7 +35,7 @@ def layer_matmul(
     Args:
         x: ``[..., D]`` float32 or bfloat16.
         stacks: ``[L, D, F]`` of one dtype, float32, bfloat16, int8 or float8_e4m3fn, each with its own F; ``[L, F, D]`` when
-            ``transposed``.
+            ``transposed``, of which only XLA serves 8 bits.
         layer: int32, at most L - 1.
         rows: int32, how many of x are in use, the first ones; what the others get is of no use, and CPUs spend nothing on it. None: all.
         implementation: ``auto``, ``xla`` or ``cpu``, see ``dispatch``.

@@ -19,7 +19,9 @@ from pallas_kernels import native
 WEIGHTS = (jnp.float32, jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn)
 
 
-def require(x: jax.Array, stacks: tuple[jax.Array, ...], layer: jax.Array, rows: jax.Array | None = None) -> None:
+def require(
+    x: jax.Array, stacks: tuple[jax.Array, ...], layer: jax.Array, rows: jax.Array | None = None, transposed: bool = False
+) -> None:
     """Whether ``matmul`` can serve these, or their shapes.
 
     Raises:
@@ -28,6 +30,8 @@ def require(x: jax.Array, stacks: tuple[jax.Array, ...], layer: jax.Array, rows:
     for w in stacks:
         if w.dtype not in WEIGHTS or w.dtype != stacks[0].dtype or x.dtype not in (jnp.float32, jnp.bfloat16):
             raise NotImplementedError(f"products of {x.dtype} and {w.dtype} have no kernel, or not in one call with {stacks[0].dtype}")
+        if transposed and w.dtype.itemsize == 1:
+            raise NotImplementedError(f"tables in {w.dtype} have no kernel")
     native.require_one_device()
     native.require()
 

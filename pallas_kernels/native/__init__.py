@@ -16,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,11 @@ def _built() -> Path:
     made.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=made.parent) as folder:  # several processes may do this at once, and each ends with a whole file
         whole = Path(folder) / "kernels.so"
-        _told([*command, "-isystem", jax.ffi.include_dir(), *(str(_HERE / name) for name in SOURCES), "-o", str(whole)])
+        objects = [str(Path(folder) / f"{name}.o") for name in SOURCES]
+        each = [[*command, "-isystem", jax.ffi.include_dir(), "-c", str(_HERE / name), "-o", o] for name, o in zip(SOURCES, objects)]
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(_told, each))
+        _told([*command, *objects, "-o", str(whole)])
         os.replace(whole, made)
     return made
 

@@ -204,7 +204,12 @@ ffi::Error LayerMatmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffe
       const B* first = static_cast<const B*>(matrix->untyped_data());
       of.all.push_back({first + std::clamp<int64_t>(layer.typed_data()[0], 0, L - 1) * of.D * F, F, (*result)->typed_data()});
     }
-    transposed ? multiply_all_transposed(pool, of) : multiply_all(pool, of);
+    if (!transposed)
+      multiply_all(pool, of);
+    else if constexpr (sizeof(B) > 1)  // tables are not quantised, and eight more sizes of each are seconds of compiling
+      multiply_all_transposed(pool, of);
+    else
+      return ffi::Error::InvalidArgument("layer_matmul: tables of 8 bits have no kernel");
     return ffi::Error::Success();
   };
   auto first = w.get<ffi::AnyBuffer>(0);
