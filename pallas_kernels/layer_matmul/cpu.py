@@ -19,9 +19,7 @@ from pallas_kernels import native
 WEIGHTS = (jnp.float32, jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn)
 
 
-def require(
-    x: jax.Array, stacks: tuple[jax.Array, ...], layer: jax.Array, rows: jax.Array | None = None, transposed: bool = False
-) -> None:
+def require(x: jax.Array, stacks: tuple[jax.Array, ...], layer: jax.Array, rows: jax.Array | None = None, transposed: bool = False) -> None:
     """Whether ``matmul`` can serve these, or their shapes.
 
     Raises:

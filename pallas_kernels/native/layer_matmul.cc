@@ -143,7 +143,7 @@ void dots(const float* a, const B* b, int64_t D, float* out, int64_t stride_out)
     }
     for (int r = 0; r < R; ++r) {
       Vec x = in_register(load(a + r * D + d));
-      for (int e = 0; e < E; ++e) acc[r][e] += x * w[e];
+      for (int e = 0; e < E; ++e) acc[r][e] = multiply_add(x, w[e], acc[r][e]);
     }
   }
   for (int r = 0; r < R; ++r)

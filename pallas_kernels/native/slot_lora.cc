@@ -24,7 +24,7 @@ void inner(const float* const* x, const float* a, int64_t D, const float* scale,
     for (int s = 0; s < S; ++s) w[s] = load(a + s * D + d);
     for (int c = 0; c < C; ++c) {
       Vec at = load(x[c] + d);
-      for (int s = 0; s < S; ++s) acc[c][s] += at * w[s];
+      for (int s = 0; s < S; ++s) acc[c][s] = multiply_add(at, w[s], acc[c][s]);
     }
   }
   for (int c = 0; c < C; ++c)
