@@ -106,6 +106,7 @@ def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
 def _prepare() -> None:
     """Settings of the process, as ``launch`` makes them."""
     host.leave_out_absent_tpu()
+    host.threads_for_simulated_devices()
     host.keep_freed_memory()
     host.use_compilation_cache(base_lib.cache_dir() / "compiled")
     compiling.announce()

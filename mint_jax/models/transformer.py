@@ -255,7 +255,7 @@ def embed(params: Any, lora: AnyAdapters | SlotBlocks | None, tokens_BT: jax.Arr
     return x if delta is None else x + delta
 
 
-def logits(params: Any, lora: AnyAdapters | SlotBlocks | None, h_BTD: jax.Array, kernel: str = "xla", count: Any = None) -> jax.Array:
+def logits(params: Any, lora: AnyAdapters | SlotBlocks | None, h_BTD: jax.Array, kernel: str = "xla", count: jax.Array | None = None) -> jax.Array:
     """``[B, T, V]`` float32, with the deltas of adapters that target ``unembed``.
 
     Args:

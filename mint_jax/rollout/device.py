@@ -217,8 +217,7 @@ def prefill(params: Any, stacks: Stacks, pool: Pool, blocks: Blocks, *, cfg: Mod
     chex.assert_shape([blocks.start, blocks.page], (C,))
     positions = blocks.start[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
     none = jnp.zeros((C,), jnp.int32)
-    nowhere = jax.tree.leaves(pool["tokens"])[0].shape[1]  # a page that no device has
-    view = View(blocks.table, blocks.start, none, none, blocks.page, count=_in_use(blocks.page < nowhere))
+    view = View(blocks.table, blocks.start, none, none, blocks.page, count=_in_use(blocks.page < _nowhere(pool)))
     lora = name_slots(stacks, blocks.slots, cfg.kernels.slot_lora)
     inputs = Inputs(blocks.tokens, positions, pool=pool, view=view)
     h, kept = hidden_states(params, lora, inputs, cfg)
@@ -253,6 +252,11 @@ def _draws(logp_CTV: jax.Array, positions_CT: jax.Array, asked: Asked) -> tuple[
     return ids.reshape(C, T, -1), logprobs.reshape(C, T, -1)
 
 
+def _nowhere(pool: Pool) -> int:
+    """A page that no device has."""
+    return jax.tree.leaves(pool["tokens"])[0].shape[1]
+
+
 def _in_use(live: jax.Array) -> jax.Array:
     """How many rows come before the last that is live, and that one: int32. Plans put those in use first, of one device."""
     return jnp.max(jnp.where(live, jnp.arange(1, len(live) + 1, dtype=jnp.int32), 0))
@@ -280,7 +284,7 @@ def decode(params: Any, stacks: Stacks, pool: Pool, rows: Rows, steps: jax.Array
     R, A = rows.token.shape[0], min(ALTERNATIVES, cfg.vocab_size)
     lora = name_slots(stacks, rows.slots, cfg.kernels.slot_lora)
     runs_of_prefix = -(-rows.prefix // paged.RUN)
-    nowhere = jax.tree.leaves(pool["tokens"])[0].shape[1]  # a page that no device has
+    nowhere = _nowhere(pool)
 
     def view_of(own: jax.Array, live: jax.Array) -> View:
         entry = runs_of_prefix * paged.RUN_PAGES + own // PAGE

@@ -1,5 +1,5 @@
-// The first rows of x [M, D] times one layer of several w [L, D, F], or the transpose of one of [L, F, D]: read from where they lie, once. Rows behind
-// the first get zeros.
+// The rows in use of x [M, D], the first ones, times one layer of several w [L, D, F], or of the transposes of [L, F, D]: read from where
+// they lie, once. The other rows get zeros.
 
 #include <algorithm>
 #include <cstring>

@@ -82,10 +82,8 @@ void page(const float* q, const float* keys, const float* v, int64_t stride_v, i
         store(w + i * kLanes, e);
         sum += e;
       }
-      float total = 0;
-      for (int lane = 0; lane < kLanes; ++lane) total += sum[lane];
       float keep = exp_of(spread(s.top[c] - top))[0];
-      s.total[c] = s.total[c] * keep + total;
+      s.total[c] = s.total[c] * keep + total(sum);
       s.top[c] = top;
       if (keep != 1.0f)
         for (int64_t h = 0; h < H; ++h) s.value[c * H + h] *= keep;

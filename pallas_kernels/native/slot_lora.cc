@@ -29,8 +29,7 @@ void inner(const float* const* x, const float* a, int64_t D, const float* scale,
   }
   for (int c = 0; c < C; ++c)
     for (int s = 0; s < S; ++s) {
-      float sum = 0;
-      for (int lane = 0; lane < kLanes; ++lane) sum += acc[c][s][lane];
+      float sum = total(acc[c][s]);
       for (int64_t e = d; e < D; ++e) sum = std::fma(x[c][e], a[s * D + e], sum);
       h[c * ranks + s] = scale[c] * sum;
     }

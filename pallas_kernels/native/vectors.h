@@ -38,7 +38,7 @@ inline Vec in_register(Vec x) {
 }
 
 // x w + acc with one rounding where the machine has that. Left to the compiler, whether a sum is fused depends on the loop that it is in:
-// for AVX2 GCC 12 multiplied one row's last columns apart, and their bits depended on how many rows there were.
+// for AVX2 GCC 12 multiplied one row's last columns apart, and their bits depended on how many rows there were. So that is off.
 inline Vec multiply_add(Vec x, Vec w, Vec acc) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_fmadd_ps((__m512)x, (__m512)w, (__m512)acc);
@@ -117,18 +117,14 @@ inline Vec exp_of(Vec x) {
   Vec low = spread(-87.3f);
   IVec under = x < low;
   Vec clipped = (Vec)(((IVec)low & under) | ((IVec)x & ~under));
-  Vec turns = clipped * 1.44269504088896341f + 12582912.0f;  // rounds to an integer in the low bits
+  Vec turns = multiply_add(clipped, spread(1.44269504088896341f), spread(12582912.0f));  // rounds to an integer in the low bits
   IVec exponent = (IVec)turns - 0x4b400000;
   Vec n = turns - 12582912.0f;
-  Vec r = clipped - n * 0.693359375f;
-  r = r + n * 2.12194440e-4f;
+  Vec r = multiply_add(n, spread(-0.693359375f), clipped);
+  r = multiply_add(n, spread(2.12194440e-4f), r);
   Vec p = spread(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) p = multiply_add(p, r, spread(c));
+  p = multiply_add(p * r, r, r) + 1.0f;
   Vec out = (Vec)((IVec)p + (exponent << 23));
   IVec nan = x != x;
   out = (Vec)(((IVec)out & ~under) | ((IVec)x & nan));
