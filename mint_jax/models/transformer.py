@@ -27,7 +27,7 @@ from mint_jax.sharding import constrain
 from pallas_kernels.layer_matmul import layer_matmul
 
 # Of so many rows, those in use, a CPU's kernel multiplies the unembedding. SmolLM2-135M's, which XLA's product of 8 rows reads at 23 GB/s:
-# as fast as XLA at 1 row and at 32, 1.5 times as fast at 8, 1.3 at 16, 0.6 at 128.
+# of XLA's speed 0.9 to 1.0 at 1 row, 1.3 to 1.7 at 8, 1.1 to 1.3 at 16, 0.8 to 1.0 at 24 and 32, 0.6 at 128 (four runs on two cores).
 FEW_ROWS = 32
 
 # What the backward pass keeps of each layer. SmolLM2-135M, 4 rows of 256 tokens, float32, two cores, forward and backward: "none"
@@ -255,7 +255,9 @@ def embed(params: Any, lora: AnyAdapters | SlotBlocks | None, tokens_BT: jax.Arr
     return x if delta is None else x + delta
 
 
-def logits(params: Any, lora: AnyAdapters | SlotBlocks | None, h_BTD: jax.Array, kernel: str = "xla", count: jax.Array | None = None) -> jax.Array:
+def logits(
+    params: Any, lora: AnyAdapters | SlotBlocks | None, h_BTD: jax.Array, kernel: str = "xla", count: jax.Array | None = None
+) -> jax.Array:
     """``[B, T, V]`` float32, with the deltas of adapters that target ``unembed``.
 
     Args:
