@@ -52,7 +52,7 @@ def base_matmuls_of_hlo(text: str, cfg) -> list[tuple[frozenset[int], int]]:
     for name, operands, rest in calls:
         of = [shapes.get(x, ()) for x in re.findall(r"%([\w.-]+)", operands)]
         if "mint_layer_matmul" in rest:
-            x, _, *stacks = of
+            x, _layer, _rows_in_use, *stacks = of
             products += [([x, stack[-2:]], (x[0], stack[-1] if stack[-2] == x[1] else stack[-2])) for stack in stacks]
         else:
             products.append((of, shapes.get(name, ())))
