@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mint_jax.errors import UserError, choice
-from pallas_kernels import grouped_matmul, latent_attention, layer_matmul, packed_lora, packed_matmul, paged_attention
+from pallas_kernels import draw, grouped_matmul, latent_attention, layer_matmul, packed_lora, packed_matmul, paged_attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,6 +116,7 @@ class Kernels:
         packed_matmul: experts' matrices and adapters in one pass, forward: auto, xla (one after the other) or pallas_tpu. It is
             xla where one of packed_lora and grouped_matmul is not auto, unless it is named itself.
         layer_matmul: the frozen projections of a sampler's layers, and of few rows the unembedding: auto, xla or cpu.
+        draw: a sampler's choice of the next token: auto, xla or cpu.
     """
 
     packed_lora: str = "auto"
@@ -126,6 +127,7 @@ class Kernels:
     latent_attention: str = "auto"
     packed_matmul: str = "auto"
     layer_matmul: str = "auto"
+    draw: str = "auto"
 
     def __post_init__(self) -> None:
         tables = {
@@ -135,6 +137,7 @@ class Kernels:
             "paged_attention": paged_attention.ATTEND,
             "latent_attention": latent_attention.ATTEND,
             "layer_matmul": layer_matmul.table(False),
+            "draw": draw.DRAW,
         }
         known = {"packed_attention": ("pallas_tpu", "pallas_gpu", "xla"), "slot_lora": ("pallas_tpu", "pallas_gpu", "cpu", "xla")}
         known |= {op: tuple(one.name for one in table) for op, table in tables.items()}

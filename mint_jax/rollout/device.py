@@ -29,7 +29,7 @@ from mint_jax.models.config import ModelConfig
 from mint_jax.models.paged import PAGE, Teams, View
 from mint_jax.models.precision import as_stored
 from mint_jax.models.transformer import Inputs, cache_heads, cache_specs, hidden_states, logits
-from mint_jax.rollout.sample import Penalties, SamplingParams, alternatives, penalised, sample
+from mint_jax.rollout.sample import Changes, Penalties, SamplingParams, alternatives, penalised, sample
 
 STEPS = 16  # tokens that a row draws in one dispatch at most: between two dispatches the host learns what was drawn
 SCORE_PARTS = 4  # a prompt's logits are computed in so many slices of its positions: all are 310 MB of 16 blocks and 152k tokens
@@ -297,9 +297,13 @@ def decode(params: Any, stacks: Stacks, pool: Pool, rows: Rows, steps: jax.Array
         h, kept = hidden_states(params, lora, inputs, cfg)
         kept["tokens"] = _write_tokens(s.pool["tokens"], s.token[:, None], view, cfg)
         z_RV = sharding.constrain(logits(params, lora, h, cfg.kernels.layer_matmul, view.count)[:, 0], "batch", "vocab")
-        changed = _penalised(z_RV, rows.sampling, kept["tokens"], view, cfg)
-        changed = jax.lax.cond(jnp.any(rows.bound), lambda z: _allowed(z, rows), lambda z: z, changed)
-        token, logprob, drawn_logprob = sample(z_RV, rows.sampling, s.own, changed)
+
+        def change(z_RV: jax.Array) -> jax.Array:
+            z_RV = _penalised(z_RV, rows.sampling, kept["tokens"], view, cfg)
+            return jax.lax.cond(jnp.any(rows.bound), lambda z: _allowed(z, rows), lambda z: z, z_RV)
+
+        changes = Changes(_has_penalties(rows.sampling) | rows.bound, change)
+        token, logprob, drawn_logprob = sample(z_RV, rows.sampling, s.own, changes, view.count, cfg.kernels.draw)
         wanted = rows.top & s.live
         none = jnp.zeros((R, A), jnp.int32), jnp.zeros((R, A), jnp.float32)
         top = jax.lax.cond(jnp.any(wanted), lambda: alternatives(z_RV, A), lambda: none)
@@ -358,8 +362,15 @@ def _penalised(z_RV: jax.Array, sampling: SamplingParams, tokens: jax.Array, vie
         out = sharding.over_devices(local, (z_RV, penalties, tokens, view), specs, (rows, None))
         return sharding.constrain(out, "batch", "vocab")
 
-    any_ = jnp.any(penalties.repetition != 1) | jnp.any(penalties.frequency != 0) | jnp.any(penalties.presence != 0)
-    return jax.lax.cond(any_ | jnp.any(penalties.bias_ids >= 0), changed, lambda: z_RV)
+    return jax.lax.cond(jnp.any(_has_penalties(sampling)), changed, lambda: z_RV)
+
+
+def _has_penalties(sampling: SamplingParams) -> jax.Array:
+    """``[R]`` bool."""
+    penalties = sampling.penalties
+    assert penalties is not None
+    counted = (penalties.repetition != 1) | (penalties.frequency != 0) | (penalties.presence != 0)
+    return counted | jnp.any(penalties.bias_ids >= 0, axis=-1)
 
 
 @functools.partial(jax.jit, static_argnames=("cfg",))

@@ -258,20 +258,24 @@ class Trainer:
         buckets = sorted({self.slots[n].bucket for n in ordered})
         return {b: np.array([self.slots[n].index for n in ordered if self.slots[n].bucket == b], np.int32) for b in buckets}
 
-    def _passes(self, groups: Mapping[str, Sequence[Group]], ordered: Sequence[str]) -> list[list[list[Group]]]:
-        """Micro-batches: each a list of groups for every policy, within ``max_tokens`` if single groups allow it."""
-        budget = max(1, self.max_tokens // len(ordered))
-        queues = {n: list(groups[n]) for n in ordered}
-        passes = []
-        while any(queues.values()):
-            chunk = []
-            for n in ordered:
-                taken: list[Group] = []
-                while queues[n] and (not taken or padded_tokens([*taken, queues[n][0]]) <= budget):
-                    taken.append(queues[n].pop(0))
-                chunk.append(taken)
-            passes.append(chunk)
-        return passes
+    def _passes(self, groups: Mapping[str, Sequence[Group]], ordered: Sequence[str]) -> Iterator[dict[str, list[Group]]]:
+        """Micro-batches, each with groups of some policies, within ``max_tokens`` if single groups allow it.
+
+        A policy that has no room beside the others waits for a pass of its own: were every policy in every pass, with fewer of its
+        groups, each pass would make the gradients of all and add them to sums. A power of two of them are together, so that lengths,
+        which vary from step to step, ask for few programs.
+        """
+        room = self.max_tokens // max(padded_tokens(groups[n]) for n in ordered)
+        together = len(ordered) if room >= len(ordered) else 1 << max(0, room.bit_length() - 1)
+        for first in range(0, len(ordered), together):
+            queues = {n: list(groups[n]) for n in ordered[first : first + together]}
+            budget = max(1, self.max_tokens // len(queues))
+            while any(queues.values()):
+                taken: dict[str, list[Group]] = {n: [] for n in queues}
+                for n, queue in queues.items():
+                    while queue and (not taken[n] or padded_tokens([*taken[n], queue[0]]) <= budget):
+                        taken[n].append(queue.pop(0))
+                yield {n: mine for n, mine in taken.items() if mine}  # a policy with fewer groups sits later passes out
 
     def _pack(self, chunk: list[list[Group]], shapes: ShapeBook) -> tuple[Batch, list[list[Place]]]:
         return pack(chunk, shapes, context=self.base.cfg.context, row_multiple=self.base.row_multiple)
@@ -338,12 +342,11 @@ class Trainer:
             routed[name], masked = mask_unrouted(groups[name])
             if masked:
                 totals[name]["unrouted"] = float(masked)
-        for chunk in self._passes(routed, ordered):
-            live = [(n, g) for n, g in zip(ordered, chunk) if g]  # a policy with fewer groups sits later passes out
-            names = [n for n, _ in live]
-            if missing := {n: g for n, g in live if self.policies[n].loss.needs_reference and _lacks_reference(g)}:
+        for live in self._passes(routed, ordered):
+            names = list(live)
+            if missing := {n: g for n, g in live.items() if self.policies[n].loss.needs_reference and _lacks_reference(g)}:
                 self._reference(missing, shapes)
-            batch, places = self._pack([g for _, g in live], shapes)
+            batch, places = self._pack(list(live.values()), shapes)
             coefs = stack_coefs([self.policies[n].loss for n in names])
             with jax.set_mesh(self.base.mesh):
                 self._state, logp, metrics = step_lib.forward_backward(
@@ -351,7 +354,7 @@ class Trainer:
                 )
             sampled = any(self.policies[n].loss.samples for n in names)
             logp, metrics = multihost.to_host((logp if sampled else None, metrics))
-            for (name, chunk_), where in zip(live, places):
+            for (name, chunk_), where in zip(live.items(), places):
                 for s, values in _of_sequences(chunk_, where, logp, np.nan) if self.policies[name].loss.samples else ():
                     if s.first_logp is None:
                         s.first_logp = values

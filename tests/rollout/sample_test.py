@@ -3,6 +3,8 @@
 Axes: B rows, V vocab.
 """
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -10,14 +12,22 @@ from scipy import special, stats
 
 from mint_jax.rollout import sample as sample_lib
 from mint_jax.rollout.sample import SamplingParams
+from pallas_kernels.draw.xla import exponential
 
 pytestmark = pytest.mark.bits
 
 DRAWS = 8192
 P_VALUE = 1e-6  # of a chi-square test: about fifty of them fail by chance once in 20000 sessions
-draw = jax.jit(sample_lib.sample)
+SAMPLERS = {kernel: jax.jit(functools.partial(sample_lib.sample, kernel=kernel)) for kernel in ("cpu", "xla")}
+NOISE = jax.jit(lambda seed_B, position, vocab: exponential(sample_lib._keys(seed_B, position), vocab), static_argnums=2)
 DTYPES = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32, "seed": np.uint32}
 DEFAULTS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "seed": 0}
+
+
+@pytest.fixture(params=["cpu", "xla"])
+def draw(request):
+    """``sample`` by each implementation of the draw itself."""
+    return SAMPLERS[request.param]
 
 
 def params(rows: int, **settings) -> SamplingParams:
@@ -38,7 +48,7 @@ def reference(z_V, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> np.ndarray
     return p / p.sum()
 
 
-def draws(rng, z_V, n=DRAWS, **settings) -> np.ndarray:
+def draws(draw, rng, z_V, n=DRAWS, **settings) -> np.ndarray:
     """``n`` tokens of ``n`` random seeds, all from the same logits, which are padded to 11 (one program for all of them)."""
     seeds = rng.integers(0, 2**32, n, dtype=np.uint32)
     z_V = np.pad(np.asarray(z_V, np.float32), (0, max(0, 11 - len(z_V))), constant_values=-np.inf)
@@ -82,9 +92,9 @@ def assert_distributed(tokens, p_V):
     ],
     ids=lambda s: "-".join(f"{name}={value}" for name, value in s.items()) or "plain",
 )
-def test_draws_follow_the_filtered_distribution(rng, vocab, settings):
+def test_draws_follow_the_filtered_distribution(draw, rng, vocab, settings):
     z_V = (2 * rng.normal(size=vocab)).astype(np.float32)
-    assert_distributed(draws(rng, z_V, **settings), reference(z_V, **settings))
+    assert_distributed(draws(draw, rng, z_V, **settings), reference(z_V, **settings))
 
 
 @pytest.mark.parametrize(
@@ -100,28 +110,28 @@ def test_draws_follow_the_filtered_distribution(rng, vocab, settings):
         ([5, 4, 4, -9, 5], {"top_k": 3, "top_p": 0.5}, {0, 4}),
     ],
 )
-def test_ties_at_the_edge_of_a_filter_are_kept(rng, z_V, settings, kept):
-    tokens = draws(rng, z_V, **settings)
+def test_ties_at_the_edge_of_a_filter_are_kept(draw, rng, z_V, settings, kept):
+    tokens = draws(draw, rng, z_V, **settings)
     p_V = np.where(np.isin(np.arange(5), list(kept)), special.softmax(np.asarray(z_V, np.float64)), 0.0)
     assert set(tokens.tolist()) == kept
     assert_distributed(tokens, p_V / p_V.sum())
 
 
 @pytest.mark.parametrize("settings", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5}])
-def test_temperature_zero_takes_the_likeliest_and_the_first_of_equals(rng, settings):
+def test_temperature_zero_takes_the_likeliest_and_the_first_of_equals(draw, rng, settings):
     z_BV = rng.integers(-4, 5, (DRAWS, 300)).astype(np.float32)  # many ties
     tokens, _, _ = draw(z_BV, params(DRAWS, temperature=0.0, seed=rng.integers(0, 2**32, DRAWS, dtype=np.uint32), **settings), np.int32(3))
     np.testing.assert_array_equal(tokens, z_BV.argmax(axis=1))
 
 
-def test_a_tiny_temperature_is_greedy_too(rng):
+def test_a_tiny_temperature_is_greedy_too(draw, rng):
     z_BV = rng.normal(size=(DRAWS, 11)).astype(np.float32)
     tokens, _, _ = draw(z_BV, params(DRAWS, temperature=1e-30, seed=np.arange(DRAWS)), np.int32(0))
     np.testing.assert_array_equal(tokens, z_BV.argmax(axis=1))
 
 
 @pytest.mark.parametrize("settings", [{}, {"top_p": 0.999999}, {"temperature": 5.0, "min_p": 1e-6}])
-def test_tokens_without_probability_are_never_drawn(rng, settings):
+def test_tokens_without_probability_are_never_drawn(draw, rng, settings):
     z_BV = rng.normal(size=(DRAWS, 300)).astype(np.float32)
     dead = rng.random((DRAWS, 300)) < 0.9
     dead[:, [0, -1]] = True
@@ -133,7 +143,7 @@ def test_tokens_without_probability_are_never_drawn(rng, settings):
 
 
 def noise(seed_B, position, vocab) -> np.ndarray:
-    return np.asarray(jax.jit(sample_lib._exponential, static_argnums=2)(np.asarray(seed_B, np.uint32), np.int32(position), vocab))
+    return np.asarray(NOISE(np.asarray(seed_B, np.uint32), np.int32(position), vocab))
 
 
 def test_the_noise_of_a_token_is_a_function_of_seed_position_and_token(rng):
@@ -158,7 +168,7 @@ def test_the_noise_is_exponential_down_to_its_smallest_values(rng):
     assert 0 < found.min() < found.max() < np.inf
 
 
-def test_draws_are_the_argmax_of_logits_and_gumbel_noise(rng):
+def test_draws_are_the_argmax_of_logits_and_gumbel_noise(draw, rng):
     """The rule in float64, on logits whose noise the sampler gave."""
     z_V = (3 * rng.normal(size=300)).astype(np.float32)
     seed_B = rng.integers(0, 2**32, DRAWS, dtype=np.uint32)
@@ -170,7 +180,7 @@ def test_draws_are_the_argmax_of_logits_and_gumbel_noise(rng):
 
 
 @pytest.mark.parametrize("settings", [{"top_k": 100}, {"top_p": 0.9}, {}], ids=str)
-def test_padding_of_the_vocabulary_and_other_rows_change_no_draw(rng, settings):
+def test_padding_of_the_vocabulary_and_other_rows_change_no_draw(draw, rng, settings):
     z_BV = (2 * rng.normal(size=(64, 300))).astype(np.float32)
     seed_B = rng.integers(0, 2**32, 64, dtype=np.uint32)
     tokens = np.asarray(draw(z_BV, params(64, seed=seed_B, **settings), np.int32(9))[0])
@@ -179,7 +189,7 @@ def test_padding_of_the_vocabulary_and_other_rows_change_no_draw(rng, settings):
         np.testing.assert_array_equal(draw(padded, params(64, seed=seed_B, **settings), np.int32(9))[0], tokens)
 
 
-def test_a_large_vocabulary_gives_no_token_that_top_k_removed():
+def test_a_large_vocabulary_gives_no_token_that_top_k_removed(draw):
     """Seed and position are those for which the inverse CDF before drew rank 80,521; it drew one removed token in a million."""
     z_V = 3 * np.random.default_rng(0).standard_normal(151_936, dtype=np.float32)
     seeds = np.array([1_992_764, *range(7)], np.uint32)
@@ -201,7 +211,7 @@ def test_no_noise_draws_a_token_that_a_filter_removed(rng, monkeypatch, settings
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_row_that_is_not_finite_draws_a_token_of_the_vocabulary_and_leaves_others_alone(rng, value):
+def test_a_row_that_is_not_finite_draws_a_token_of_the_vocabulary_and_leaves_others_alone(draw, rng, value):
     z_BV = rng.normal(size=(8, 300)).astype(np.float32)
     seed_B = np.arange(8)
     right, _, _ = draw(z_BV, params(8, seed=seed_B), np.int32(0))
@@ -214,7 +224,7 @@ def test_a_row_that_is_not_finite_draws_a_token_of_the_vocabulary_and_leaves_oth
 
 @pytest.mark.long
 @pytest.mark.parametrize("gap", [1e-5, 1e-3])
-def test_rounding_changes_no_more_draws_than_agreement_allows(rng, gap):
+def test_rounding_changes_no_more_draws_than_agreement_allows(draw, rng, gap):
     """Log-probabilities that are off by up to ``gap``: a share of ``exp(2 gap) - 1`` of the draws may differ, whatever the distribution."""
     z_V, rows, calls = -np.log(np.arange(1, 4097)), 2048, 16
     right = special.log_softmax(z_V)
@@ -243,7 +253,7 @@ def mixed(rng):
     return (3 * rng.normal(size=(64, 300))).astype(np.float32), params(64, **settings), rng.integers(0, 1000, 64).astype(np.int32)
 
 
-def test_a_row_draws_the_same_token_alone_and_in_any_batch(rng, mixed):
+def test_a_row_draws_the_same_token_alone_and_in_any_batch(draw, rng, mixed):
     z_BV, settings, position_B = mixed
     tokens, logprobs, _ = map(np.asarray, draw(z_BV, settings, position_B))
     shuffled = rng.permutation(64)
@@ -255,7 +265,7 @@ def test_a_row_draws_the_same_token_alone_and_in_any_batch(rng, mixed):
         np.testing.assert_allclose(alone[1][0], logprobs[b], rtol=1e-5, atol=1e-6)  # sums over V may be ordered otherwise
 
 
-def test_logprobs_are_those_of_the_model_and_of_the_distribution_drawn_from(mixed):
+def test_logprobs_are_those_of_the_model_and_of_the_distribution_drawn_from(draw, mixed):
     z_BV, settings, position_B = mixed
     tokens, logprobs, drawn = map(np.asarray, draw(z_BV, settings, position_B))
     wanted = special.log_softmax(z_BV.astype(np.float64), axis=1)[np.arange(64), tokens]
@@ -267,7 +277,7 @@ def test_logprobs_are_those_of_the_model_and_of_the_distribution_drawn_from(mixe
     np.testing.assert_array_equal(drawn[~hot], logprobs[~hot])
 
 
-def test_the_two_logprobs_are_equal_where_nothing_changes_the_distribution(mixed):
+def test_the_two_logprobs_are_equal_where_nothing_changes_the_distribution(draw, mixed):
     z_BV, settings, position_B = mixed
     _, logprobs, drawn = draw(z_BV, params(64, seed=settings.seed), position_B)
     np.testing.assert_array_equal(drawn, logprobs)
@@ -279,7 +289,7 @@ def test_the_two_logprobs_are_equal_where_nothing_changes_the_distribution(mixed
 
 
 @pytest.mark.parametrize(("seed_step", "position_step"), [(0, 1), (1, 0), (1, -1)])
-def test_draws_of_neighbouring_seeds_and_positions_are_independent(rng, seed_step, position_step):
+def test_draws_of_neighbouring_seeds_and_positions_are_independent(draw, rng, seed_step, position_step):
     z_BV = np.full((DRAWS, 11), -np.inf, np.float32)
     z_BV[:, :4] = rng.normal(size=4)
     seed, position = int(rng.integers(2**20)), int(rng.integers(1, 1000))

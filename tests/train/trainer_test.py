@@ -74,28 +74,37 @@ def passes(monkeypatch):
 
 @pytest.mark.long
 def test_several_small_passes_add_up_to_one_large_one(rng, tiny_base, passes):
-    """``b`` has fewer groups than ``a`` and sits the last pass out."""
+    """``a`` has twice the groups of the others. Two policies a pass, one, and parts of one."""
     base = tiny_base()
-    adapters = {p.name: random_adapter(rng, base, p.adapter) for p in (A, B)}
-    groups = {"a": [random_group(rng, 5, (6, 6)) for _ in range(4)], "b": [random_group(rng, 5, (6, 6)) for _ in range(2)]}
-    results = {}
-    for max_tokens in (16384, 64):
-        trainer = Trainer(base, [A, B], max_tokens)
+    policies = [A, B, dataclasses.replace(A, name="c")]
+    adapters = {p.name: random_adapter(rng, base, p.adapter) for p in policies}
+    groups = {name: [random_group(rng, 5, (6, 6)) for _ in range(n)] for name, n in {"a": 4, "b": 2, "c": 2}.items()}
+    results, shapes = {}, {}
+    for max_tokens in (16384, 128, 64, 32):
+        trainer = Trainer(base, policies, max_tokens)
         for name, adapter in adapters.items():
             trainer.load_adapter(name, adapter)
         totals = trainer.forward_backward(groups)
         results[max_tokens] = totals, host_copy({b: s.grad_sum for b, s in trainer.state.items()})
-    assert [shape[:3] for shape in passes] == [(2, 4, 16), (2, 2, 16), (1, 2, 16)]
-    (one, one_sum), (several, sums) = results.values()
-    for path, expected in params_lib.leaves_with_path(one_sum[4]):  # float32 sums in another order
-        got = dict(params_lib.leaves_with_path(sums[4]))[path]
-        assert np.abs(expected).max() > 1e-4
-        np.testing.assert_allclose(got, expected, rtol=0, atol=5e-5 * np.abs(expected).max(), err_msg=path)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=5e-5 * np.abs(y).max()), sums[2], one_sum[2])
-    for name in groups:
-        assert several[name].keys() == one[name].keys()
-        for key, value in one[name].items():
-            np.testing.assert_allclose(several[name][key], value, rtol=1e-5, atol=1e-4, err_msg=key)  # sums of 48 numbers of size 5
+        shapes[max_tokens] = [shape[:3] for shape in passes]
+        passes.clear()
+    assert shapes == {
+        16384: [(3, 4, 16)],
+        128: [(2, 4, 16), (1, 2, 16)],  # b is of a smaller rank, and comes first
+        64: [(1, 2, 16), (1, 4, 16), (1, 2, 16)],
+        32: [(1, 2, 16)] * 4,
+    }
+    one, one_sum = results.pop(16384)
+    for several, sums in results.values():
+        for path, expected in params_lib.leaves_with_path(one_sum[4]):  # float32 sums in another order
+            got = dict(params_lib.leaves_with_path(sums[4]))[path]
+            assert np.abs(expected).max() > 1e-4
+            np.testing.assert_allclose(got, expected, rtol=0, atol=5e-5 * np.abs(expected).max(), err_msg=path)
+        jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=5e-5 * np.abs(y).max()), sums[2], one_sum[2])
+        for name in groups:
+            assert several[name].keys() == one[name].keys()
+            for key, value in one[name].items():
+                np.testing.assert_allclose(several[name][key], value, rtol=1e-5, atol=1e-4, err_msg=key)  # sums of 48 numbers of size 5
 
 
 @pytest.mark.long
