@@ -11,6 +11,7 @@ Where several processes run, process 0 waits for its rewards and decides what is
 import concurrent.futures as futures
 import contextlib
 import dataclasses
+import functools
 import queue
 import threading
 import time
@@ -169,34 +170,43 @@ def _first_of(names: Sequence[str], first_step: Mapping[str, int]) -> int:
 
 @contextlib.contextmanager
 def _daemons(workers: int) -> Iterator[Callable[..., futures.Future]]:
-    """Threads that compute what is submitted; the process does not wait for them, nor does the end of the block.
+    """Threads that compute what is submitted; the process does not wait for a function that hangs, nor does the end of the block.
 
-    ``ThreadPoolExecutor`` would: a function that hangs could then be interrupted by nothing but a signal.
+    ``ThreadPoolExecutor`` would: it could then be interrupted by nothing but a signal. Threads without work end with the block: one that
+    has yet to wake when the process ends makes it abort ("exception not rethrown").
     """
     tasks: queue.SimpleQueue[tuple[futures.Future, Callable, tuple] | None] = queue.SimpleQueue()
     closed = threading.Event()
+    busy: set[threading.Thread] = set()
 
     def work() -> None:
         while (task := tasks.get()) is not None and not closed.is_set():
             future, call, arguments = task
+            busy.add(threading.current_thread())
             try:
-                future.set_result(call(*arguments))
+                answer = functools.partial(future.set_result, call(*arguments))
             except BaseException as error:
-                future.set_exception(error)
+                answer = functools.partial(future.set_exception, error)
+            busy.discard(threading.current_thread())
+            answer()
 
     def submit(call: Callable, *arguments: Any) -> futures.Future:
         future: futures.Future = futures.Future()
         tasks.put((future, call, arguments))
         return future
 
-    for k in range(workers):
-        threading.Thread(target=work, name=f"reward-{k}", daemon=True).start()
+    threads = [threading.Thread(target=work, name=f"reward-{k}", daemon=True) for k in range(workers)]
+    for thread in threads:
+        thread.start()
     try:
         yield submit
     finally:
         closed.set()
-        for _ in range(workers):
+        for _ in threads:
             tasks.put(None)
+        for thread in threads:
+            if thread not in busy:
+                thread.join(1.0)
 
 
 def _next(waiting: Sequence[Unit], may_start: bool, look: Callable[[float, int], None] | None) -> int | None:

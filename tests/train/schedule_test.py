@@ -221,6 +221,29 @@ def test_who_waits_is_looked_after(monkeypatch):
         release.set()
 
 
+def test_threads_end_with_the_schedule_but_one_that_hangs():
+    def threads():
+        return {t for t in threading.enumerate() if t.name.startswith("reward-")}
+
+    before, release, hangs = threads(), threading.Event(), threading.Event()
+    Notes().run([["a"], ["b"], ["c"]], 3, overlap=True)
+    assert threads() <= before
+
+    def reward(name, samples):
+        if name == "b":
+            hangs.set()
+            release.wait(WAIT_S)
+        assert hangs.wait(WAIT_S)
+        raise ZeroDivisionError(name)
+
+    try:
+        with pytest.raises(ZeroDivisionError, match="a"):
+            Notes().run([["a"], ["b"]], 2, overlap=True, reward=reward)
+        assert len(threads() - before) == 1
+    finally:
+        release.set()
+
+
 def test_busy_is_the_devices_share_of_the_time():
     assert Timing(1.0, 2.0, 4.0).busy == 0.75
     assert Timing().busy == 0.0
