@@ -140,16 +140,17 @@ def _shared(config: Any, tenants: _Tenants, names: Sequence[str]) -> dict[str, A
 def _flood(config: Any, tenants: _Tenants, small: str, large: str) -> dict[str, Any]:
     """One tenant's rounds, in turn alone and beside another whose queue never ends."""
 
-    def times(count: int) -> list[float]:
-        out = []
-        for _ in range(count):
+    def times(what: str, count: int) -> list[float]:
+        out, progress = [], Progress(f"rounds {what}", count)
+        for k in range(count):
             began = time.perf_counter()
             tenants.round(small)
             out.append(time.perf_counter() - began)
+            progress.update(k + 1)
         return out
 
-    times(1)
-    alone = times(config.flood_rounds)
+    times("alone", 1)
+    alone = times("alone", config.flood_rounds)
     ended = threading.Event()
 
     def flood() -> None:
@@ -163,7 +164,7 @@ def _flood(config: Any, tenants: _Tenants, small: str, large: str) -> dict[str, 
 
     thread = threading.Thread(target=flood)
     thread.start()
-    beside = times(config.flood_rounds + 1)[1:]
+    beside = times("beside a flood", config.flood_rounds + 1)[1:]
     ended.set()
     thread.join()
     both = {"beside": beside, "alone": alone}
@@ -177,17 +178,20 @@ def _flood(config: Any, tenants: _Tenants, small: str, large: str) -> dict[str, 
 def _fair(config: Any, tenants: _Tenants, names: Sequence[str]) -> dict[str, Any]:
     """Tenants of equal weight that never wait for each other."""
 
-    def busy(name: str, out: list[float]) -> None:
-        for _ in range(config.fair_rounds):
+    def busy(name: str, out: list[float], progress: Progress | None = None) -> None:
+        for k in range(config.fair_rounds):
             began = time.perf_counter()
             tenants.round(name)
             out.append(time.perf_counter() - began)
+            if progress is not None:
+                progress.update(k + 1)
 
     found: dict[str, Any] = {"fair_rounds": config.fair_rounds}
     for count in [count for count in config.tenants if count > 1]:
         times: dict[str, list[float]] = {name: [] for name in ("alone", *names[:count])}
         busy(names[0], times["alone"])
-        threads = [threading.Thread(target=busy, args=(name, times[name])) for name in names[:count]]
+        told = [Progress(f"{count} busy tenants, rounds of one", config.fair_rounds), *[None] * (count - 1)]
+        threads = [threading.Thread(target=busy, args=(name, times[name], one)) for name, one in zip(names, told)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -239,6 +243,7 @@ def _gaps(config: Any, tenants: _Tenants, loop: Loop, names: Sequence[str]) -> d
     decode()
     rates: dict[str, list[float]] = {"quiet": [], "beside": []}
     loop.gaps.clear()
+    progress = Progress("decoding with and without training beside it", config.n)
     while len(rates["quiet"]) < config.n or (not loop.gaps and len(rates["quiet"]) < 20 * config.n):
         rates["quiet"].append(decode())
         ended = threading.Event()
@@ -249,6 +254,7 @@ def _gaps(config: Any, tenants: _Tenants, loop: Loop, names: Sequence[str]) -> d
         ended.set()
         for thread in threads:
             thread.join()
+        progress.update(min(config.n, len(rates["beside"])))
     least = min(cost for (_, backward), cost in loop.training.live.costs.items() if backward)
     return {
         "gap_p50_ms": timing.percentile(loop.gaps, 50, 1e3),
@@ -271,6 +277,7 @@ def _handoff(config: Any, tenants: _Tenants, name: str) -> dict[str, Any]:
         [answer] = server.engine.submit(Request(prompt, revision=digest, max_tokens=1, temperature=1.0, stop_ids=())).result(WAIT_S)
         return answer.revision != digest
 
+    progress = Progress("handoffs", config.handoffs + 1)
     for k in range(config.handoffs + 1):  # the first compiles the write of its shapes
         tenants.round(name)
         began = time.perf_counter()
@@ -283,6 +290,7 @@ def _handoff(config: Any, tenants: _Tenants, name: str) -> dict[str, Any]:
         wrong += draw(digest)
         first += [drawn - began][: k > 0]
         prefill += [time.perf_counter() - drawn][: k > 0]
+        progress.update(k + 1)
     handoff = [x - y for x, y in zip(first, prefill)]
     return {
         "handoff_p50_ms": timing.percentile(handoff, 50, 1e3),

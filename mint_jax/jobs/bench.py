@@ -32,6 +32,7 @@ BENCHES = (
     "journal",
     "service",
     "service_load",
+    "vllm",
 )
 
 

@@ -126,7 +126,8 @@ class Training(WithCatalog):
         seed: of data order, adapters and sampling; each policy's own derives from it and the policy's name.
         steps: updates of each policy.
         remat: what the backward pass keeps: a name in models.transformer.REMAT.
-        max_tokens_per_pass: tokens of one forward and backward pass; larger updates accumulate over several.
+        max_tokens_per_pass: tokens of one forward and backward pass; larger updates take several, of as many policies at once as fit, and
+            have temporaries for the gradients of those alone.
         tenant: whose the policies are in the catalog.
         export_every: steps from one revision to the next; the last step always exports.
         eval_every: steps from one measurement on held-out data to the next, the best of which the alias best names; 0: none on the way.

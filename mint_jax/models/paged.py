@@ -8,9 +8,10 @@ the unit in which attention reads (``pallas_kernels.paged``), so that no context
 Samples of one prompt stand in *teams*: a team reads its prompt's runs once, all its rows' queries in one product, and each row then
 reads its own tokens. Which rows are in teams is data too.
 
-New tokens are written first and seen by themselves from the arrays at hand, causally. Nothing here concatenates, slices by layer or
-copies a pool: it rides in the carry of the layer scan, and reads are gathers of (layer, page). Over a mesh each device has pages of its
-own, and a row's pages are where the row is (``sharding.cache_axes``): page numbers count within a device, and no page travels.
+New tokens are written first. One token a row is then read from its page as those before it are; those of a page see each other from the
+arrays at hand, causally. Nothing here concatenates, slices by layer or copies a pool: it rides in the carry of the layer scan, and reads
+are gathers of (layer, page). Over a mesh each device has pages of its own, and a row's pages are where the row is
+(``sharding.cache_axes``): page numbers count within a device, and no page travels.
 
 Axes: L layers, U pages, B rows, T new tokens, D table entries, X width, M queries of a row (heads and tokens), H heads that have keys of
 their own, S positions of a run, Z teams, W rows of a team.
@@ -196,9 +197,13 @@ def grouped_query_attention(
         def read(q_BKMH, rows, chosen):
             return paged_attention(q_BKMH, pool["k"], pool["v"], rows, scale=scale, implementation=kernel)
 
-        own = xla.scored(q_BKMH, new["k"], new["v"], jnp.repeat(causal(T), N // K, axis=0)[None, None], scale)
-        whole = join(attend(view, jnp.int32(layer), q_BKMH, read), own)
-        o_BKMH = (whole.value / whole.total).astype(q_BTNH.dtype)
+        if T == 1:  # it is in its page by now; a row that is none has none and reads nothing
+            there = (view.page < pool["k"].shape[1]).astype(jnp.int32)
+            whole = attend(view._replace(own=view.own + there), jnp.int32(layer), q_BKMH, read)
+        else:
+            own = xla.scored(q_BKMH, new["k"], new["v"], jnp.repeat(causal(T), N // K, axis=0)[None, None], scale)
+            whole = join(attend(view, jnp.int32(layer), q_BKMH, read), own)
+        o_BKMH = (whole.value / jnp.where(whole.total == 0, 1.0, whole.total)).astype(q_BTNH.dtype)
         return o_BKMH.reshape(B, K, T, N // K, H).transpose(0, 2, 1, 3, 4).reshape(B, T, N, H), pool
 
     rows, heads = sharding.cache_axes(new["k"].shape[1])

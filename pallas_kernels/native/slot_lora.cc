@@ -12,7 +12,7 @@ namespace ffi = xla::ffi;
 namespace {
 
 constexpr int kRows = 6, kVectors = 4, kRanks = 4;
-constexpr int64_t kTask = 24;  // rows of one slot that a thread takes at once
+constexpr int64_t kTask = 24;  // rows of one slot that a thread takes at once, at most
 
 // h[i * ranks + r] = scale[i] (x[i] . a[r]) for C rows and S ranks.
 template <int C, int S>
@@ -90,12 +90,15 @@ ffi::Error SlotLora(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<f
   struct Task {
     int64_t begin, end;
   };
-  std::vector<Task> tasks;
-  for (int64_t i = 0, n = order.size(); i < n;) {
-    int64_t j = i + 1;
-    while (j < n && j - i < kTask && slots[order[j]] == slots[order[i]]) ++j;
-    tasks.push_back({i, j});
-    i = j;
+  std::vector<Task> runs, tasks;  // runs of one slot, and what threads take of them: 32 rows of one slot are 16 for each of two
+  for (int64_t i = 0, n = order.size(), j; i < n; i = j) {
+    for (j = i + 1; j < n && slots[order[j]] == slots[order[i]];) ++j;
+    runs.push_back({i, j});
+  }
+  int64_t each = std::max<int64_t>(1, pool.num_threads() / std::max<int64_t>(1, runs.size()));
+  for (auto [begin, end] : runs) {
+    int64_t count = end - begin, parts = std::max((count + kTask - 1) / kTask, std::min(each, count / kRows));
+    for (int64_t i = 0; i < parts; ++i) tasks.push_back({begin + count * i / parts, begin + count * (i + 1) / parts});
   }
   int64_t work = order.size() * ranks * (D + F) + tasks.size() * ranks * (D + F) * 8;
   over_tasks(pool, tasks.size(), work > (1 << 20), [&](int64_t t) {
