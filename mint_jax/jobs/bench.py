@@ -32,7 +32,7 @@ BENCHES = (
     "journal",
     "service",
     "service_load",
-    "vllm",
+    "decode_vs_vllm",
 )
 
 

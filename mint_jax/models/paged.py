@@ -62,7 +62,7 @@ class View(NamedTuple):
         page: ``[B]`` int32, where new tokens go; a page that is not there means nowhere.
         at: ``[B]`` int32, at which position of that page (T = 1); None: T = PAGE tokens are the whole page.
         teams: None where no row is in one.
-        count: int32, how many rows are in use, the first ones; None: all.
+        used: int32, how many of the B x T new tokens are any, the first ones; None: all.
     """
 
     table: jax.Array
@@ -72,7 +72,7 @@ class View(NamedTuple):
     page: jax.Array
     at: jax.Array | None = None
     teams: Teams | None = None
-    count: jax.Array | None = None
+    used: jax.Array | None = None
 
     @property
     def capacity(self) -> int:

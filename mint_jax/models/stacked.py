@@ -25,19 +25,19 @@ class LayerOf(NamedTuple):
         stack: ``[L, D, F]``.
         layer: int32.
         kernel: which implementation of ``layer_matmul``, see ``config.Kernels``.
-        count: int32, how many rows of the batch are in use, the first ones; None: all.
+        used: int32, how many tokens of the batch are any, the first ones; None: all.
     """
 
     stack: jax.Array
     layer: jax.Array
     kernel: str
-    count: jax.Array | None
+    used: jax.Array | None
 
 
 def products(x: jax.Array, matrices: Sequence[LayerOf]) -> tuple[jax.Array, ...]:
     """``x w`` of every matrix, all of one layer: ``[B, T, F]`` float32 each, of ``x [B, T, D]``."""
-    _, layer, kernel, count = matrices[0]
-    return layer_matmul(x, tuple(w.stack for w in matrices), layer, None if count is None else count * x.shape[1], implementation=kernel)
+    _, layer, kernel, used = matrices[0]
+    return layer_matmul(x, tuple(w.stack for w in matrices), layer, used, implementation=kernel)
 
 
 def detach(layers: Any, name: str = "") -> tuple[Any, Any]:
@@ -55,11 +55,11 @@ def detach(layers: Any, name: str = "") -> tuple[Any, Any]:
     return left, taken
 
 
-def attach(layer: Any, taken: Any, number: jax.Array, kernel: str, count: jax.Array | None) -> Any:
+def attach(layer: Any, taken: Any, number: jax.Array, kernel: str, used: jax.Array | None) -> Any:
     """One layer's parameters with its matrices in their places, as ``LayerOf``."""
     whole = dict(layer)
     for key, leaf in taken.items():
-        whole[key] = attach(layer[key], leaf, number, kernel, count) if isinstance(leaf, dict) else LayerOf(leaf, number, kernel, count)
+        whole[key] = attach(layer[key], leaf, number, kernel, used) if isinstance(leaf, dict) else LayerOf(leaf, number, kernel, used)
     return whole
 
 

@@ -173,8 +173,8 @@ def hidden_states(
         def layer(carry, layer_inputs, indexers=indexers, stacks=stacks, matrices=matrices, mine=mine):
             x, chosen, pool = carry
             p, a, number, turn, routes = layer_inputs
-            count = None if view is None else view.count
-            p = experts.attach(stacked.attach(p, matrices, number, cfg.kernels.layer_matmul, count), stacks, number)
+            used = None if view is None else view.used
+            p = experts.attach(stacked.attach(p, matrices, number, cfg.kernels.layer_matmul, used), stacks, number)
             a = _of_layer(mine, number, a)
             indexer = None if turn is None else dsa.Layer(indexers, turn)
             cache = None if view is None else paged.Cache(pool, number, view)
@@ -256,20 +256,19 @@ def embed(params: Any, lora: AnyAdapters | SlotBlocks | None, tokens_BT: jax.Arr
 
 
 def logits(
-    params: Any, lora: AnyAdapters | SlotBlocks | None, h_BTD: jax.Array, kernel: str = "xla", count: jax.Array | None = None
+    params: Any, lora: AnyAdapters | SlotBlocks | None, h_BTD: jax.Array, kernel: str = "xla", used: jax.Array | None = None
 ) -> jax.Array:
     """``[B, T, V]`` float32, with the deltas of adapters that target ``unembed``.
 
     Args:
         kernel: which implementation of ``layer_matmul`` serves few rows on one device. Only XLA's has a gradient.
-        count: int32, how many rows are in use, the first ones; None: all.
+        used: int32, how many of the B x T tokens are any, the first ones; None: all.
     """
     table_VD = unembed_table(params)
     chex.assert_shape(h_BTD, (None, None, table_VD.shape[1]))
     with jax.named_scope("unembed"):
         if kernel != "xla" and h_BTD.shape[0] * h_BTD.shape[1] <= FEW_ROWS and stacked.one_device():
-            rows = None if count is None else count * h_BTD.shape[1]
-            (out,) = layer_matmul(h_BTD, (table_VD[None],), jnp.int32(0), rows, transposed=True, implementation=kernel)
+            (out,) = layer_matmul(h_BTD, (table_VD[None],), jnp.int32(0), used, transposed=True, implementation=kernel)
         else:
             out = jnp.einsum("BTD,VD->BTV", h_BTD, table_VD, preferred_element_type=jnp.float32)
         delta = None if lora is None else batch_delta(h_BTD, lora.at("unembed"), out.shape[-1])

@@ -47,6 +47,7 @@ class Blocks(NamedTuple):
         page: ``[C]`` where it goes; a page that is not there for a block that is none.
         table: ``[C, D]`` the prompt's pages.
         slots: by rank bucket ``[C]`` slot of the adapter; -1 none.
+        used: int32, how many of the C x PAGE places come before the last token, with that one: CPUs spend nothing on those behind.
         asked: what is to be told of the tokens that may stand behind each one; None for blocks that are only written.
     """
 
@@ -55,6 +56,7 @@ class Blocks(NamedTuple):
     page: jax.Array
     table: jax.Array
     slots: dict[int, jax.Array]
+    used: jax.Array
     asked: "Asked | None" = None
 
 
@@ -217,7 +219,7 @@ def prefill(params: Any, stacks: Stacks, pool: Pool, blocks: Blocks, *, cfg: Mod
     chex.assert_shape([blocks.start, blocks.page], (C,))
     positions = blocks.start[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
     none = jnp.zeros((C,), jnp.int32)
-    view = View(blocks.table, blocks.start, none, none, blocks.page, count=_in_use(blocks.page < _nowhere(pool)))
+    view = View(blocks.table, blocks.start, none, none, blocks.page, used=blocks.used)
     lora = name_slots(stacks, blocks.slots, cfg.kernels.slot_lora)
     inputs = Inputs(blocks.tokens, positions, pool=pool, view=view)
     h, kept = hidden_states(params, lora, inputs, cfg)
@@ -296,14 +298,14 @@ def decode(params: Any, stacks: Stacks, pool: Pool, rows: Rows, steps: jax.Array
         inputs = Inputs(s.token[:, None], (rows.prefix + s.own)[:, None], pool=s.pool, view=view)
         h, kept = hidden_states(params, lora, inputs, cfg)
         kept["tokens"] = _write_tokens(s.pool["tokens"], s.token[:, None], view, cfg)
-        z_RV = sharding.constrain(logits(params, lora, h, cfg.kernels.layer_matmul, view.count)[:, 0], "batch", "vocab")
+        z_RV = sharding.constrain(logits(params, lora, h, cfg.kernels.layer_matmul, view.used)[:, 0], "batch", "vocab")
 
         def change(z_RV: jax.Array) -> jax.Array:
             z_RV = _penalised(z_RV, rows.sampling, kept["tokens"], view, cfg)
             return jax.lax.cond(jnp.any(rows.bound), lambda z: _allowed(z, rows), lambda z: z, z_RV)
 
         changes = Changes(_has_penalties(rows.sampling) | rows.bound, change)
-        token, logprob, drawn_logprob = sample(z_RV, rows.sampling, s.own, changes, view.count, cfg.kernels.draw)
+        token, logprob, drawn_logprob = sample(z_RV, rows.sampling, s.own, changes, view.used, cfg.kernels.draw)
         wanted = rows.top & s.live
         none = jnp.zeros((R, A), jnp.int32), jnp.zeros((R, A), jnp.float32)
         top = jax.lax.cond(jnp.any(wanted), lambda: alternatives(z_RV, A), lambda: none)

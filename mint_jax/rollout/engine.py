@@ -545,8 +545,11 @@ class Engine:
     def _decode(self, running: list[tuple[Sample, int]], rows: int) -> None:
         plan, places = plans.rows_plan(running, rows, self.parts, self.table, self.base.cfg.vocab_size, self.calls.stacks)
         steps = 1 if any(sample.matcher is not None for sample, _ in running) else self.steps
-        if self._schedule.waiting or self._schedule.swapped:  # someone can have the row that is the first to reach its limit
-            steps = min(steps, *(sample.limit - sample.own for sample, _ in running))
+        if self._schedule.waiting or self._schedule.swapped:
+            # Someone can have the row that is the first to reach its limit. Where training follows each dispatch, half of the rows: of 16
+            # rows that began one after another each dispatch would draw a token a row, and then wait for a slice.
+            left = sorted(sample.limit - sample.own for sample, _ in running)
+            steps = min(steps, left[len(left) // 2 if self._beside is not None and self._beside.waiting else 0])
         began = time.perf_counter()
         drawn = self.calls.decode(plan, steps)
         seconds, tokens = time.perf_counter() - began, Counter[tuple[str, str | None]]()

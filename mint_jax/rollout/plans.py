@@ -36,6 +36,7 @@ def blocks_plan(
     start, page = np.zeros(count, np.int32), np.full(count, NOWHERE, np.int32)
     tables = np.zeros((count, table), np.int32)
     adapters: list[Slot | None] = [None] * count
+    used = 0
     for part, blocks in enumerate(todo):
         for k, (prompt, i) in enumerate(blocks):
             c = part * (count // len(todo)) + k
@@ -50,8 +51,9 @@ def blocks_plan(
             pages = [b.page for b in prompt.blocks[:i]]
             tables[c, : len(pages)] = pages
             adapters[c] = prompt.request.adapter
+            used = max(used, c * PAGE + len(block.tokens))
     asked: Any = Asked(targets, draws, seed) if scored else None  # type: ignore[arg-type]
-    return Blocks(tokens, start, page, tables, _slots(adapters, buckets), asked)  # type: ignore[arg-type]
+    return Blocks(tokens, start, page, tables, _slots(adapters, buckets), np.array(used, np.int32), asked)  # type: ignore[arg-type]
 
 
 def rows_plan(

@@ -132,6 +132,26 @@ def test_a_tenant_is_sampled_for_beside_one_who_floods(rng, loop_of):
     assert max(i for i, tenant in enumerate(order) if tenant == "small") < 24, order
 
 
+@pytest.mark.parametrize(("trains", "steps"), [(0, 2), (1, 10)])
+def test_a_dispatch_ends_with_half_of_its_rows_where_training_follows_it(rng, world, monkeypatch, trains, steps):
+    """Eight rows of 2, 4, .. 16 tokens, and more requests wait: alone each row that ends is given on at once."""
+    engine, seen, released = Engine(world.base, rows=(8,)), [], threading.Event()
+    loop = Loop(engine, Live(world.base, {8: 2}, shapes=SHAPES), world.residency)
+    decode = engine.calls.decode
+    monkeypatch.setattr(engine.calls, "decode", lambda plan, steps: seen.append(steps) or decode(plan, steps))
+    monkeypatch.setattr(Loop, "waiting", property(lambda self: trains if released.is_set() else self.training.waiting))
+    with loop.running():
+        loop.training.do("", lambda live: released.wait(60))
+        streams = [
+            loop.engine.submit(Request(p, max_tokens=2 * (i % 8 + 1), temperature=1.0, seed=i, stop_ids=()))
+            for i, p in enumerate(prompts(rng, 12))
+        ]
+        released.set()
+        for i, stream in enumerate(streams):
+            assert len(stream.result(60)[0].tokens) == 2 * (i % 8 + 1)
+    assert seen[0] == steps, seen
+
+
 def test_a_failure_of_training_ends_samples_too(rng, loop_of, monkeypatch):
     loop = loop_of()
     loop.training.live.join("a", random_state(rng, loop.engine.base, CONFIGS["a"]))

