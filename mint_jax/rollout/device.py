@@ -308,7 +308,7 @@ def decode(params: Any, stacks: Stacks, pool: Pool, rows: Rows, steps: jax.Array
         token, logprob, drawn_logprob = sample(z_RV, rows.sampling, s.own, changes, view.used, cfg.kernels.draw)
         wanted = rows.top & s.live
         none = jnp.zeros((R, A), jnp.int32), jnp.zeros((R, A), jnp.float32)
-        top = jax.lax.cond(jnp.any(wanted), lambda: alternatives(z_RV, A), lambda: none)
+        top = jax.lax.cond(jnp.any(wanted), lambda: alternatives(z_RV, A, view.used, cfg.kernels.draw), lambda: none)
 
         def put(all_: jax.Array, one: jax.Array) -> jax.Array:
             return all_.at[:, s.step].set(jnp.where(s.live.reshape(R, *(1,) * (one.ndim - 1)), one, all_[:, s.step]))

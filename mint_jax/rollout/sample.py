@@ -157,10 +157,15 @@ def sample(
     return jax.lax.platform_dependent(cpu=of_changed, default=lambda: of_all(jax.nn.logsumexp(logits_BV, axis=-1)))
 
 
-def alternatives(logits_BV: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The likeliest tokens of each row, ``[B, count]`` int32, and their log-probabilities under the model itself, the largest first."""
+def alternatives(logits_BV: jax.Array, count: int, rows: jax.Array | None = None, kernel: str = "xla") -> tuple[jax.Array, jax.Array]:
+    """The likeliest tokens of each row, ``[B, count]`` int32, and their log-probabilities under the model itself, the largest first.
+
+    ``rows`` and ``kernel`` as of ``sample``: a token that was drawn has the log-probability that it was drawn with, bit for bit.
+    """
+    B = logits_BV.shape[0]
     top_BK, ids_BK = jax.lax.top_k(logits_BV, count)
-    return ids_BK, top_BK - jax.nn.logsumexp(logits_BV, axis=-1, keepdims=True)
+    greedy = jnp.zeros((B,), jnp.float32), jnp.zeros((B, 2), jnp.uint32)
+    return ids_BK, top_BK - draw(logits_BV, *greedy, rows, implementation=kernel).total[:, None]
 
 
 def _keys(seed_B: jax.Array, position: jax.Array) -> jax.Array:
