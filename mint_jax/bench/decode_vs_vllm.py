@@ -28,24 +28,23 @@ from mint_jax.rollout.request import Request
 
 
 def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], **_: Any) -> dict[str, Any]:
-    """Runs the bench; ``{"vllm": None, "vllm_missing": reason}`` where there is no peer."""
+    """Runs the bench; without vLLM ours alone, with ``{"vllm": None, "vllm_missing": reason}``."""
     base = open_base(config)
     report: dict[str, Any] = {"bench": "decode_vs_vllm", "base": base.name, "device": timing.device(), "n": config.n}
-    report["adapters"] = config.adapters
+    report["adapters"], folder = config.adapters, workdir / "adapters"
     peers: dict[str, Peer] = {}
     try:
         for dtype in config.dtypes:
             peers[dtype] = Peer(_python(config), _settings(config, base, dtype), workdir / f"vllm_{dtype}.log")
-    except (OSError, RuntimeError) as reason:
-        for peer in peers.values():
-            peer.close()
-        return report | {"vllm": None, "vllm_missing": str(reason)}
-    try:
         report["vllm"] = next(iter(peers.values())).version
-        return report | _compare(config, base, peers, workdir / "adapters")
+    except (OSError, RuntimeError) as reason:
+        report |= {"vllm": None, "vllm_missing": str(reason)}
+    try:
+        return report | _compare(config, base, peers if report["vllm"] else {}, folder)
     finally:
         for peer in peers.values():
             peer.close()
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _python(config: Any) -> str:
@@ -108,7 +107,7 @@ def _compare(config: Any, base: Base, peers: dict[str, Peer], folder: Path) -> d
 
 def _written(base: Base, adapter: AdapterConfig, stack: lora_tree.AdapterStack, folder: Path) -> list[Path]:
     """The adapters of a stack as directories of PEFT's."""
-    shutil.rmtree(folder, ignore_errors=True)  # of an earlier run
+    shutil.rmtree(folder, ignore_errors=True)  # of a run that was ended
     specs = lora_tree.adapter_specs(transformer.abstract(base.cfg), adapter)
     names, _ = peft_tables(base.cfg)
     paths = []

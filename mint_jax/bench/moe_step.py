@@ -160,7 +160,8 @@ def run(config: Any, workdir: Path, **_: Any) -> dict[str, Any]:
     report["ratio_ragged"] = timing.ratio(times, "ragged", "ours")
     report["ragged_seconds"] = timing.medians_of(times)
     report["ragged_difference"] = _difference(small, middle)
-    report |= {"decode_size": config.decode.to_dict(), "decode_ratio_sliced": _decode(config)}
+    size = {name: list(x) if isinstance(x, tuple) else x for name, x in config.decode.items()}
+    report |= {"decode_size": size, "decode_ratio_sliced": _decode(config)}
     _draw(report, workdir / "moe_step.png")
     return report
 
