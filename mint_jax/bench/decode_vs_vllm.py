@@ -6,6 +6,7 @@ rows over vLLM's in float32, which is our arithmetic; ``ratio_R_bfloat16``: over
 this base, with as many sequences and adapters at once as there are.
 """
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from mint_jax.bench import timing
+from mint_jax.bench import timing, vllm_peer
 from mint_jax.bench.decode_steps import random_stack
-from mint_jax.bench.vllm_peer import Peer
+from mint_jax.bench.elsewhere import Elsewhere
+from mint_jax.errors import UserError
 from mint_jax.lora import peft
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig, Slot
@@ -28,29 +30,28 @@ from mint_jax.rollout.request import Request
 
 
 def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], **_: Any) -> dict[str, Any]:
-    """Runs the bench; without vLLM ours alone, with ``{"vllm": None, "vllm_missing": reason}``."""
+    """Runs the bench; where no interpreter is named ours alone, with ``"vllm": None``.
+
+    Raises:
+        UserError: the interpreter that is named is not there.
+        RuntimeError: vLLM did not start, or ended.
+    """
+    if config.python and not Path(config.python).is_file():
+        raise UserError(f"python is {config.python!r}, which is not there: name the interpreter of an environment that has vLLM")
     base = open_base(config)
-    report: dict[str, Any] = {"bench": "decode_vs_vllm", "base": base.name, "device": timing.device(), "n": config.n}
+    report: dict[str, Any] = {"bench": "decode_vs_vllm", "base": base.name, "device": timing.device(), "n": config.n, "vllm": None}
     report["adapters"], folder = config.adapters, workdir / "adapters"
-    peers: dict[str, Peer] = {}
+    peers: dict[str, Elsewhere] = {}
     try:
-        for dtype in config.dtypes:
-            peers[dtype] = Peer(_python(config), _settings(config, base, dtype), workdir / f"vllm_{dtype}.log")
-        report["vllm"] = next(iter(peers.values())).version
-    except (OSError, RuntimeError) as reason:
-        report |= {"vllm": None, "vllm_missing": str(reason)}
-    try:
-        return report | _compare(config, base, peers if report["vllm"] else {}, folder)
+        for dtype in config.dtypes if config.python else ():
+            settings = json.dumps(_settings(config, base, dtype))
+            peers[dtype] = Elsewhere(config.python, vllm_peer.__file__, settings, workdir / f"vllm_{dtype}.log")
+            report["vllm"] = peers[dtype].version
+        return report | _compare(config, base, peers, folder)
     finally:
         for peer in peers.values():
             peer.close()
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _python(config: Any) -> str:
-    if not config.python:
-        raise OSError("no interpreter that has vLLM is named: --config.python=path/to/its/python")
-    return config.python
 
 
 def _settings(config: Any, base: Base, dtype: str) -> dict[str, Any]:
@@ -66,7 +67,7 @@ def _settings(config: Any, base: Base, dtype: str) -> dict[str, Any]:
     }
 
 
-def _compare(config: Any, base: Base, peers: dict[str, Peer], folder: Path) -> dict[str, Any]:
+def _compare(config: Any, base: Base, peers: dict[str, Elsewhere], folder: Path) -> dict[str, Any]:
     adapter = AdapterConfig(config.rank, 2.0 * config.rank)
     stack = random_stack(base, adapter, config.adapters, config.seed)
     paths = _written(base, adapter, stack, folder)
@@ -87,7 +88,7 @@ def _compare(config: Any, base: Base, peers: dict[str, Peer], folder: Path) -> d
 
         def side(dtype: str, prompts: Any = prompts, theirs: Any = theirs, last: dict[str, Any] = last) -> Callable[[], None]:
             def call() -> None:
-                last[dtype] = peers[dtype].generate(prompts, theirs, config.tokens)
+                last[dtype] = peers[dtype].ask({"prompts": prompts, "adapters": theirs, "tokens": config.tokens})
 
             return call
 

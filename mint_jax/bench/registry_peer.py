@@ -10,7 +10,6 @@ but the standard library and MLflow. It reads commands, a JSON array a line, and
 
 import importlib.util
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -60,45 +59,6 @@ def serve(folder: str) -> None:
         print(json.dumps(seconds), file=answers, flush=True)
 
 
-class Peer:
-    """The program in another process.
-
-    Raises:
-        RuntimeError: it cannot run; with its last words.
-    """
-
-    def __init__(self, python: str, folder: Path):
-        self._errors = folder / "mlflow.log"
-        with self._errors.open("w") as log:
-            command = [python, "-I", __file__, str(folder)]  # -I: not our packages, which its environment lacks
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True)
-        self.version = self._answer()["version"]
-
-    def _answer(self) -> Any:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            self._process.wait(10)
-            words = self._errors.read_text().strip().splitlines()
-            raise RuntimeError(f"the peer ended with status {self._process.returncode}: {words[-1] if words else 'no word'}")
-        return json.loads(line)
-
-    def __call__(self, call: str, arguments: list[Any]) -> list[float]:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([call, *arguments]) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-
-
 def missing(python: str) -> str | None:
     """Why there is no peer, or None."""
     if not python:
@@ -115,8 +75,10 @@ def compare(config: dict[str, Any], folder: Path) -> dict[str, Any]:
     """
     if reason := missing(config["python"]):
         return {"mlflow": None, "mlflow_missing": reason}
+    from mint_jax.bench.elsewhere import Elsewhere
+
     try:
-        peer = Peer(config["python"] or sys.executable, folder)
+        peer = Elsewhere(config["python"] or sys.executable, __file__, str(folder), folder / "mlflow.log")
     except RuntimeError as error:
         return {"mlflow": None, "mlflow_missing": str(error)}
     try:
@@ -125,7 +87,7 @@ def compare(config: dict[str, Any], folder: Path) -> dict[str, Any]:
         peer.close()
 
 
-def _compare(config: dict[str, Any], peer: Peer, folder: Path) -> dict[str, Any]:
+def _compare(config: dict[str, Any], peer: Any, folder: Path) -> dict[str, Any]:
     import numpy as np
 
     from mint_jax.bench import timing
@@ -137,9 +99,9 @@ def _compare(config: dict[str, Any], peer: Peer, folder: Path) -> dict[str, Any]
     entries, began, progress = 0, time.monotonic(), Progress("MLflow's registry", config["entries"])
     while entries < config["entries"] and time.monotonic() - began < config["seconds"]:
         name = f"policy-{entries // per_policy:07d}"
-        peer("create", [[name]])
-        peer("register", [[name, number + 1] for number in range(per_policy)])
-        peer("move", [[name, "serving", 1]])
+        peer.ask(["create", [name]])
+        peer.ask(["register", *([name, number + 1] for number in range(per_policy))])
+        peer.ask(["move", [name, "serving", 1]])
         entries += per_policy
         progress.update(entries)
     fill_s = time.monotonic() - began
@@ -169,15 +131,15 @@ def _compare(config: dict[str, Any], peer: Peer, folder: Path) -> dict[str, Any]
             chosen = [names[i] for i in rng.integers(0, len(names), min(block, samples - start))]
             for name in chosen:
                 numbers[name][0] += 1
-                times["mlflow"]["register"] += peer("register", [[name, numbers[name][0]]])
+                times["mlflow"]["register"] += peer.ask(["register", [name, numbers[name][0]]])
             for k, name in enumerate(chosen):
                 timed("register", catalog.export, name, objects[start + k], 1000 + start + k)
             moves = [(name, numbers[name][1] % per_policy + 1) for name in dict.fromkeys(chosen)]
-            times["mlflow"]["move"] += peer("move", [[name, "serving", number] for name, number in moves])
+            times["mlflow"]["move"] += peer.ask(["move", *([name, "serving", number] for name, number in moves)])
             for name, number in moves:
                 timed("move", catalog.promote, name, number, "serving")
                 numbers[name][1] = number
-            times["mlflow"]["resolve"] += peer("resolve", [[name, "serving", numbers[name][1]] for name in chosen])
+            times["mlflow"]["resolve"] += peer.ask(["resolve", *([name, "serving", numbers[name][1]] for name in chosen)])
             for name in chosen:
                 timed("resolve", catalog.resolve, f"{name}@serving")
             progress.update(start + len(chosen))
