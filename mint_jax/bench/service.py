@@ -29,9 +29,11 @@ from typing import Any
 import numpy as np
 
 from mint_jax import host
+from mint_jax import params as params_lib
 from mint_jax.bench import timing
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.metrics import Progress
+from mint_jax.models import transformer
 from mint_jax.models.base import Base
 from mint_jax.rollout.request import Request
 from mint_jax.service.calls import Call, Create, ForwardBackward, Optim, Save
@@ -341,7 +343,8 @@ def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], **_: Any) 
     multiply = timing.Matmul()
     seconds = timing.medians(timing.in_turn("matmul", {"matmul": multiply}, config.n))["matmul"]
     tokens = config.sequences * config.tokens
-    floor = 3 * 2 * base.nbytes / 4 * tokens / (multiply.flops / seconds)  # forward, and gradients of activations twice as much at most
+    weights = params_lib.count(transformer.abstract(base.cfg))
+    floor = 3 * 2 * weights * tokens / (multiply.flops / seconds)  # forward, and gradients of activations twice as much at most
     return {
         "bench": "service",
         "base": config.base,

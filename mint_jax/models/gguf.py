@@ -1,4 +1,4 @@
-"""GGUF files -> a Hugging Face checkpoint directory, dequantised here with ``gguf``: no torch, no hub.
+"""GGUF files -> a Hugging Face checkpoint directory, dequantised here with ``gguf``, and the blocks of 4 and 8 bits beside it.
 
 Covers the ``llama`` architecture with a byte-level BPE tokenizer (SmolLM2 and its like). llama.cpp permutes the rows of
 q and k for its interleaved rotary embedding; this undoes it.
@@ -13,6 +13,8 @@ from safetensors.numpy import save_file
 
 from mint_jax.errors import UserError
 from mint_jax.files import new_directory
+from mint_jax.models import blocked, hf
+from pallas_kernels.layer_matmul.blocks import KINDS
 
 _LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -29,7 +31,7 @@ _SPECIAL_TOKEN = 3  # gguf token_type of control tokens
 
 
 def convert(file: str | Path, directory: str | Path) -> Path:
-    """Writes ``config.json``, ``model.safetensors`` (float32) and the tokenizer of a GGUF file.
+    """Writes ``config.json``, ``model.safetensors`` (float32), ``model.blocks`` and the tokenizer of a GGUF file.
 
     The directory appears whole or not at all, so a crash half-way leaves nothing that a later run would trust.
 
@@ -51,11 +53,12 @@ def convert(file: str | Path, directory: str | Path) -> Path:
         )
     _check_names(reader)
     tokenizer = _tokenizer(fields)
-    with new_directory(directory, "config.json") as staging:
+    with new_directory(directory, blocked.FILE) as staging:
         tokenizer.save(str(staging / "tokenizer.json"))
         (staging / "tokenizer_config.json").write_text(json.dumps(_tokenizer_config(fields), indent=1))
         save_file(_tensors(reader, fields), staging / "model.safetensors", metadata={"format": "pt"})
         (staging / "config.json").write_text(json.dumps(_config(fields, reader), indent=1))
+        blocked.save(_blocks(reader, fields), hf.fingerprint(staging), staging)
     return directory
 
 
@@ -86,17 +89,29 @@ def _config(fields: dict[str, Any], reader: Any) -> dict[str, Any]:
 def _tensors(reader: Any, fields: dict[str, Any]) -> dict[str, np.ndarray]:
     from gguf.quants import dequantize
 
+    return {
+        _hf_name(tensor.name): _rows_in_order(np.array(dequantize(tensor.data, tensor.tensor_type), np.float32), tensor.name, fields)
+        for tensor in reader.tensors
+    }
+
+
+def _blocks(reader: Any, fields: dict[str, Any]) -> dict[str, tuple[str, np.ndarray]]:
+    """Kind and rows of bytes of the tensors that come in blocks which a base may stay in."""
+    return {
+        _hf_name(tensor.name): (tensor.tensor_type.name, _rows_in_order(np.asarray(tensor.data), tensor.name, fields))
+        for tensor in reader.tensors
+        if tensor.tensor_type.name in KINDS
+    }
+
+
+def _rows_in_order(rows: np.ndarray, name: str, fields: dict[str, Any]) -> np.ndarray:
+    """A tensor's rows, of numbers or of bytes, as transformers has them."""
     heads = fields["llama.attention.head_count"]
-    kv_heads = fields.get("llama.attention.head_count_kv", heads)
-    out = {}
-    for tensor in reader.tensors:
-        value = np.array(dequantize(tensor.data, tensor.tensor_type), np.float32)
-        if ".attn_q." in tensor.name:
-            value = _undo_rope_permutation(value, heads)
-        elif ".attn_k." in tensor.name:
-            value = _undo_rope_permutation(value, kv_heads)
-        out[_hf_name(tensor.name)] = np.ascontiguousarray(value)
-    return out
+    if ".attn_q." in name:
+        rows = _undo_rope_permutation(rows, heads)
+    elif ".attn_k." in name:
+        rows = _undo_rope_permutation(rows, fields.get("llama.attention.head_count_kv", heads))
+    return np.ascontiguousarray(rows)
 
 
 def _hf_name(name: str) -> str:

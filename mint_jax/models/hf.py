@@ -26,7 +26,7 @@ from safetensors.numpy import save_file
 from mint_jax import params as params_lib
 from mint_jax import sharding as sharding_lib
 from mint_jax.errors import UserError
-from mint_jax.models import quantised, transformer
+from mint_jax.models import blocked, quantised, transformer
 from mint_jax.models.config import ModelConfig
 from mint_jax.params import ParamSpec
 from mint_jax.safetensors_header import header_size, parse_object
@@ -229,6 +229,11 @@ def _read_quantised(ckpt: Checkpoint, source: Source, kind: str, leaf: str, inde
     return _stack(source, index, one)
 
 
+def _read_held(held: blocked.Held, source: Source, index: tuple[slice, ...]) -> np.ndarray:
+    """The blocks of a leaf; one device has all of it."""
+    return _stack(source, index, lambda name, index: held.tensor(name)[index])
+
+
 def _beyond(ckpt: Checkpoint, cfg: ModelConfig) -> int:
     """How many tensors belong to layers that the model does not run."""
     found = (re.match(r"model\.layers\.(\d+)\.", name) for name in ckpt.files)
@@ -254,12 +259,14 @@ def load(
     dtype: Any = jnp.float32,
     progress: Callable[[int, int], None] | None = None,
     quantise: str = "",
+    held: blocked.Held | None = None,
 ) -> Any:
     """Reads a checkpoint straight into sharded device arrays.
 
     Args:
         dtype: dtype of the resident base.
         quantise: a key of ``quantised.KINDS``: the layers' matrices in 8 bits.
+        held: the checkpoint's blocks, where weights stay in them.
         progress: called with (bytes done, bytes in all) after each leaf.
 
     Raises:
@@ -270,6 +277,8 @@ def load(
     stored = transformer.abstract(cfg, dtype)
     _check_shapes(ckpt, stored, cfg)
     plain = dict(params_lib.leaves_with_path(stored))
+    if held is not None:
+        specs = held_specs(specs, held, cfg)
     if beyond := _beyond(ckpt, cfg):
         _log.warning("%s: %d tensors of layers after the last (multi-token prediction) are not read", directory, beyond)
     total, done = params_lib.nbytes(specs), 0
@@ -280,6 +289,8 @@ def load(
         if path in plain and plain[path].dtype == spec.dtype:
             source = source_of(path, spec, cfg)
             read = functools.partial(_read, ckpt, source, dtype=spec.dtype)
+        elif held is not None:
+            read = functools.partial(_read_held, held, source_of(path, plain[path], cfg))
         else:
             owner, _, part = path.rpartition("/")
             source = source_of(f"{owner}/w", plain[f"{owner}/w"], cfg)
@@ -292,6 +303,11 @@ def load(
         return array
 
     return params_lib.map_with_path(leaf, specs)
+
+
+def held_specs(specs: Any, held: blocked.Held, cfg: ModelConfig) -> Any:
+    """The specs of a base that stays in its checkpoint's blocks, of those in float32."""
+    return blocked.specs(specs, lambda path, spec: {held.kinds.get(name, "") for name in source_of(path, spec, cfg).names})
 
 
 def tensors(params: Any, cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:

@@ -6,9 +6,10 @@ import jax
 
 from mint_jax.lora.apply import AnyAdapters, add_delta
 from mint_jax.lora.rows import Ends
-from mint_jax.models import quantised
+from mint_jax.models import blocked, quantised
 from mint_jax.models.stacked import LayerOf, products
 from mint_jax.params import ParamSpec
+from pallas_kernels.layer_matmul import blocks
 
 AXES: dict[str, Ends] = {  # logical axes of every projection's in and out dimension
     "q": ("embed", "q_heads"),
@@ -38,7 +39,8 @@ def project(x_BTD: jax.Array, params: dict[str, Any], lora: AnyAdapters | None, 
     """``x W + bias + delta``, ``[B, T, F]``.
 
     The base product runs once over all rows of all policies; ``params[name]`` is ``{"w": [D, F]}``, or
-    ``stacked.LayerOf``, with an optional ``"b": [F]``, or quantised, see ``quantised.py``, and ``lora`` holds this layer's adapters.
+    ``stacked.LayerOf``, with an optional ``"b": [F]``, or as ``quantised.py`` or ``blocked.py`` has it, and ``lora`` holds this layer's
+    adapters.
     """
     return project_each(x_BTD, params, lora, (name,))[0]
 
@@ -52,7 +54,10 @@ def project_each(x_BTD: jax.Array, params: dict[str, Any], lora: AnyAdapters | N
     for name in names:
         with jax.named_scope(name):
             leaf = params[name]
-            y = quantised.scaled(whole[name], leaf) if whole else quantised.matmul(x_BTD, leaf)
+            if whole:
+                y = quantised.scaled(whole[name], leaf)
+            else:
+                y = blocked.matmul(x_BTD, leaf["w"]) if blocks.are(leaf["w"]) else quantised.matmul(x_BTD, leaf)
             y = y.astype(x_BTD.dtype)
             if "b" in leaf:
                 y = y + leaf["b"].astype(y.dtype)[None, None]

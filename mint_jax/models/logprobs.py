@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from mint_jax import sharding
 from mint_jax.lora.apply import AnyAdapters, SlotBlocks
-from mint_jax.models.transformer import logits, unembed_table
+from mint_jax.models.transformer import logits, unembed_shape, unembed_table
 
 SLICE_BYTES = 64 << 20  # bound on one device's float32 logits of a slice, which has one position of every row at least
 
@@ -37,7 +37,7 @@ def target_logprobs(
         inverse_temperature_BM: float32, above 0: the distribution is that of ``logits / temperature``; None is 1 everywhere.
     """
     chex.assert_rank(targets_BM, {2, 3})
-    chex.assert_shape(h_BMD, (*targets_BM.shape[:2], unembed_table(params).shape[1]))
+    chex.assert_shape(h_BMD, (*targets_BM.shape[:2], unembed_shape(params)[1]))
     if lora is not None and lora.at("unembed").targeted:
         return _with_adapters(params, lora, h_BMD, targets_BM, inverse_temperature_BM)
     of = _frozen if targets_BM.ndim == 2 else _frozen_many
@@ -162,7 +162,9 @@ _frozen_many.defvjp(_many_forward, _many_backward)
 
 def _with_adapters(params, lora, h_BMD, targets_BM, sharp_BM):
     """Adapters on the unembedding need the logits' own gradient: slices over positions, recomputed backwards."""
-    n = _slice_count(h_BMD.shape[0], h_BMD.shape[1], unembed_table(params).shape[0])
+    n = _slice_count(h_BMD.shape[0], h_BMD.shape[1], unembed_shape(params)[0])
+
+    params = {"unembed": {"w": unembed_table(params)}}  # unpacked once, not for every slice
 
     @jax.checkpoint
     def one(slice_):

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from pallas_kernels.layer_matmul import layer_matmul
+from pallas_kernels.layer_matmul import blocks, layer_matmul
 
 KEPT = ("router", "kv_b")  # small, and in float32; absorbed into queries and values, by products of another shape
 
@@ -22,7 +22,7 @@ class LayerOf(NamedTuple):
     """One layer's matrix, in the place of ``w``.
 
     Attributes:
-        stack: ``[L, D, F]``.
+        stack: ``[L, D, F]``, or blocks ``[L, P, N, bytes]``, see ``blocked.py``.
         layer: int32.
         kernel: which implementation of ``layer_matmul``, see ``config.Kernels``.
         used: int32, how many tokens of the batch are any, the first ones; None: all.
@@ -44,7 +44,7 @@ def detach(layers: Any, name: str = "") -> tuple[Any, Any]:
     """The parameters of a stack of layers without its dense matrices, and these: ``{name: {..., name: [L, D, F]}}``."""
     left, taken = {}, {}
     for key, leaf in layers.items():
-        if key == "w" and name not in KEPT and leaf.ndim == 3:
+        if key == "w" and name not in KEPT and (leaf.ndim == 3 or blocks.are(leaf)):
             taken[key] = leaf
         elif isinstance(leaf, dict):
             left[key], below = detach(leaf, key)

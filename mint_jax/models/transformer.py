@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mint_jax.lora.apply import AnyAdapters, SlotBlocks, batch_delta, embedding_delta
 from mint_jax.lora.rows import RowAdapters
-from mint_jax.models import dsa, experts, mla, mlp, moe, paged, quantised, stacked
+from mint_jax.models import blocked, dsa, experts, mla, mlp, moe, paged, quantised, stacked
 from mint_jax.models.attention import Context, Segments, packed_attention
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.linear import matrix, project, project_each
@@ -24,7 +24,7 @@ from mint_jax.models.norm import rms_norm
 from mint_jax.models.rope import rope_tables, rotate
 from mint_jax.params import ParamSpec
 from mint_jax.sharding import constrain
-from pallas_kernels.layer_matmul import layer_matmul
+from pallas_kernels.layer_matmul import blocks, layer_matmul
 
 # Of so many rows, those in use, a CPU's kernel multiplies the unembedding. SmolLM2-135M's, which XLA's product of 8 rows reads at 23 GB/s:
 # of XLA's speed 0.9 to 1.0 at 1 row, 1.3 to 1.7 at 8, 1.1 to 1.3 at 16, 0.8 to 1.0 at 24 and 32, 0.6 at 128 (four runs on two cores).
@@ -78,6 +78,16 @@ def attention_specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
 
 def unembed_table(params: Any) -> jax.Array:
     """``[V, D]``: the output matrix, which is the embedding when they are tied."""
+    return blocked.table(_unembed(params))
+
+
+def unembed_shape(params: Any) -> tuple[int, int]:
+    """V and D."""
+    return blocked.table_shape(_unembed(params))
+
+
+def _unembed(params: Any) -> jax.Array:
+    """As it is held."""
     return (params["unembed"] if "unembed" in params else params["embed"])["w"]
 
 
@@ -250,8 +260,8 @@ def _attention(h_BTD, p, lora, cache: paged.Cache | None, ctx: Context, cfg: Mod
 def embed(params: Any, lora: AnyAdapters | SlotBlocks | None, tokens_BT: jax.Array) -> jax.Array:
     """Token embeddings ``[B, T, D]``, with the deltas of adapters that target ``embed``."""
     table = params["embed"]["w"]
-    x = table[tokens_BT]
-    delta = None if lora is None else embedding_delta(tokens_BT, lora.at("embed"), table.shape[1], x.dtype)
+    x = blocked.rows(table, tokens_BT)
+    delta = None if lora is None else embedding_delta(tokens_BT, lora.at("embed"), x.shape[-1], x.dtype)
     return x if delta is None else x + delta
 
 
@@ -264,12 +274,14 @@ def logits(
         kernel: which implementation of ``layer_matmul`` serves few rows on one device. Only XLA's has a gradient.
         used: int32, how many of the B x T tokens are any, the first ones; None: all.
     """
-    table_VD = unembed_table(params)
-    chex.assert_shape(h_BTD, (None, None, table_VD.shape[1]))
+    table = _unembed(params)
+    chex.assert_shape(h_BTD, (None, None, blocked.table_shape(table)[1]))
     with jax.named_scope("unembed"):
-        if kernel != "xla" and h_BTD.shape[0] * h_BTD.shape[1] <= FEW_ROWS and stacked.one_device():
-            (out,) = layer_matmul(h_BTD, (table_VD[None],), jnp.int32(0), used, transposed=True, implementation=kernel)
+        if kernel != "xla" and blocks.are(table):
+            (out,) = layer_matmul(h_BTD, (table[None],), jnp.int32(0), used, implementation=kernel)
+        elif kernel != "xla" and h_BTD.shape[0] * h_BTD.shape[1] <= FEW_ROWS and stacked.one_device():
+            (out,) = layer_matmul(h_BTD, (table[None],), jnp.int32(0), used, transposed=True, implementation=kernel)
         else:
-            out = jnp.einsum("BTD,VD->BTV", h_BTD, table_VD, preferred_element_type=jnp.float32)
+            out = jnp.einsum("BTD,VD->BTV", h_BTD, blocked.table(table), preferred_element_type=jnp.float32)
         delta = None if lora is None else batch_delta(h_BTD, lora.at("unembed"), out.shape[-1])
         return out if delta is None else out + delta.astype(jnp.float32)

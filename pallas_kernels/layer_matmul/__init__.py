@@ -1,6 +1,6 @@
 """Rows times one layer's matrices of stacks: what the frozen projections of a scan over layers are, and an unembedding. Forward only.
 
-Axes: M rows, L layers, D in, F out.
+Axes: M rows, L layers, D in, F out, P and N panels and blocks of a matrix in 4 or 8 bits, see ``blocks``.
 """
 
 import functools
@@ -9,7 +9,7 @@ import jax
 
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.layer_matmul import cpu, xla
+from pallas_kernels.layer_matmul import blocks, cpu, xla
 
 
 def table(transposed: bool) -> tuple[Implementation, ...]:
@@ -18,6 +18,14 @@ def table(transposed: bool) -> tuple[Implementation, ...]:
     return (
         Implementation("cpu", "cpu", functools.partial(cpu.matmul, transposed=transposed), require),
         Implementation("xla", None, functools.partial(xla.matmul, transposed=transposed), dispatch.anything),
+    )
+
+
+def unpacking(transposed: bool) -> tuple[Implementation, ...]:
+    """Implementations of ``unpack``."""
+    return (
+        Implementation("cpu", "cpu", functools.partial(blocks.unpack_by_cpu, transposed=transposed), blocks.require_cpu),
+        Implementation("xla", None, functools.partial(blocks.unpack, transposed=transposed), dispatch.anything),
     )
 
 
@@ -34,8 +42,8 @@ def layer_matmul(
 
     Args:
         x: ``[..., D]`` float32 or bfloat16.
-        stacks: ``[L, D, F]`` of one dtype, float32, bfloat16, int8 or float8_e4m3fn, each with its own F; ``[L, F, D]`` when
-            ``transposed``, of which only XLA serves 8 bits.
+        stacks: ``[L, D, F]`` of one dtype, float32, bfloat16, int8 or float8_e4m3fn, each with its own F, or all of them in blocks of one
+            kind, ``[L, P, N, bytes]`` uint8; ``[L, F, D]`` when ``transposed``, of which only XLA serves 8 bits.
         layer: int32, at most L - 1.
         rows: int32, how many of x are in use, the first ones; what the others get is of no use, and CPUs spend nothing on it. None: all.
         implementation: ``auto``, ``xla`` or ``cpu``, see ``dispatch``.
@@ -44,7 +52,21 @@ def layer_matmul(
         ValueError: shapes that do not fit, or an implementation that cannot serve them.
     """
     for w in stacks:
-        if w.ndim != 3 or x.shape[-1] != w.shape[2 if transposed else 1] or layer.shape:
+        shape = _shape(w)
+        if len(shape) != 3 or x.shape[-1] != shape[2 if transposed else 1] or layer.shape or (transposed and blocks.are(w)):
             wanted = "[L, F, D]" if transposed else "[L, D, F]"
-            raise ValueError(f"x has shape {x.shape}, w {w.shape}, layer {layer.shape}; expected [..., D], {wanted} and a scalar")
+            raise ValueError(f"x has shape {x.shape}, w {shape}, layer {layer.shape}; expected [..., D], {wanted} and a scalar")
     return dispatch.run("layer_matmul", table(transposed), implementation, (x, stacks, layer, rows))
+
+
+def unpack(w: jax.Array, *, transposed: bool = False, implementation: str = "auto") -> jax.Array:
+    """The matrix ``[D, F]`` float32 of blocks ``[P, N, bytes]``, or its transpose; every implementation gives the same bits.
+
+    Raises:
+        ValueError: an implementation that cannot serve.
+    """
+    return dispatch.run("unpack", unpacking(transposed), implementation, (w,))
+
+
+def _shape(w: jax.Array) -> tuple[int, ...]:
+    return (*w.shape[:-3], *blocks.matrix_shape(w)) if w.ndim == 4 and blocks.are(w) else w.shape

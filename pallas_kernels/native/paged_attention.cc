@@ -15,44 +15,6 @@ constexpr int64_t kPage = 32, kRun = 128, kRunPages = kRun / kPage;
 constexpr int kRows = 6, kScores = kPage / kLanes, kVectors = 4;
 constexpr float kMasked = -1e30f;
 
-// Lanes of two vectors in turns: of their lower halves, and of their upper ones.
-#if defined(__clang__)
-#if defined(__AVX512F__)
-#define LOWER 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
-#define UPPER 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
-#elif defined(__AVX__)
-#define LOWER 0, 8, 1, 9, 2, 10, 3, 11
-#define UPPER 4, 12, 5, 13, 6, 14, 7, 15
-#else
-#define LOWER 0, 4, 1, 5
-#define UPPER 2, 6, 3, 7
-#endif
-inline Vec interleave_low(Vec x, Vec y) { return __builtin_shufflevector(x, y, LOWER); }
-inline Vec interleave_high(Vec x, Vec y) { return __builtin_shufflevector(x, y, UPPER); }
-#else
-inline Vec interleave(Vec x, Vec y, int from) {
-  IVec lanes;
-  for (int i = 0; i < kLanes; ++i) lanes[i] = from + i / 2 + (i % 2 ? kLanes : 0);
-  return __builtin_shuffle(x, y, lanes);
-}
-inline Vec interleave_low(Vec x, Vec y) { return interleave(x, y, 0); }
-inline Vec interleave_high(Vec x, Vec y) { return interleave(x, y, kLanes / 2); }
-#endif
-
-// A square of lanes x lanes numbers: perfect shuffles, log2(lanes) times.
-void transpose(const float* in, int64_t stride_in, float* out, int64_t stride_out) {
-  Vec x[kLanes], y[kLanes];
-  for (int i = 0; i < kLanes; ++i) x[i] = load(in + i * stride_in);
-  for (int size = kLanes; size > 1; size /= 2) {
-    for (int i = 0; i < kLanes / 2; ++i) {
-      y[2 * i] = interleave_low(x[i], x[i + kLanes / 2]);
-      y[2 * i + 1] = interleave_high(x[i], x[i + kLanes / 2]);
-    }
-    std::copy(y, y + kLanes, x);
-  }
-  for (int i = 0; i < kLanes; ++i) store(out + i * stride_out, x[i]);
-}
-
 // What the queries of one row and head have so far.
 struct State {
   float *top, *total, *value;

@@ -59,6 +59,10 @@ struct F8 {  // e4m3fn: sign, 4 bits of exponent with bias 7, 3 of mantissa; all
   uint8_t bits;
 };
 
+struct F16 {
+  uint16_t bits;
+};
+
 inline Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
 
 inline Vec load(const BF16* p) {
@@ -91,6 +95,23 @@ inline Vec load(const F8* p) {
   Vec value = (Vec)(((UVec)small & less) | (wide & ~less));
   UVec nan = (UVec)(magnitude == 0x7f) & 0x7fc00000u;
   return (Vec)(((UVec)value | nan) | ((x & 0x80) << 24));
+}
+
+// Numbers without an exponent by conversion, see above; a processor's own instruction knows them whatever XLA's threads do.
+inline Vec load(const F16* p) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__AVX2__) && defined(__F16C__)
+  return (Vec)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  typedef uint16_t Half __attribute__((vector_size(kLanes * 2), aligned(2), may_alias));
+  UVec x = __builtin_convertvector(*reinterpret_cast<const Half*>(p), UVec);
+  UVec magnitude = x & 0x7fff;
+  Vec small = __builtin_convertvector((IVec)magnitude, Vec) * 0x1p-24f;
+  UVec less = (UVec)(magnitude < 1024), wide = (magnitude << 13) + (112u << 23);
+  UVec huge = (UVec)(magnitude >= 0x7c00) & (112u << 23);  // inf and NaN have the largest exponent
+  return (Vec)(((((UVec)small & less) | ((wide + huge) & ~less))) | ((x & 0x8000) << 16));
+#endif
 }
 
 inline float one(const float* p) { return *p; }
@@ -156,4 +177,42 @@ inline float total(Vec x) {
   for (int half = kLanes / 2; half; half /= 2)
     for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
   return lanes[0];
+}
+
+// Lanes of two vectors in turns: of their lower halves, and of their upper ones.
+#if defined(__clang__)
+#if defined(__AVX512F__)
+#define LOWER 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define UPPER 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#elif defined(__AVX__)
+#define LOWER 0, 8, 1, 9, 2, 10, 3, 11
+#define UPPER 4, 12, 5, 13, 6, 14, 7, 15
+#else
+#define LOWER 0, 4, 1, 5
+#define UPPER 2, 6, 3, 7
+#endif
+inline Vec interleave_low(Vec x, Vec y) { return __builtin_shufflevector(x, y, LOWER); }
+inline Vec interleave_high(Vec x, Vec y) { return __builtin_shufflevector(x, y, UPPER); }
+#else
+inline Vec interleave(Vec x, Vec y, int from) {
+  IVec lanes;
+  for (int i = 0; i < kLanes; ++i) lanes[i] = from + i / 2 + (i % 2 ? kLanes : 0);
+  return __builtin_shuffle(x, y, lanes);
+}
+inline Vec interleave_low(Vec x, Vec y) { return interleave(x, y, 0); }
+inline Vec interleave_high(Vec x, Vec y) { return interleave(x, y, kLanes / 2); }
+#endif
+
+// A square of lanes x lanes numbers: perfect shuffles, log2(lanes) times.
+inline void transpose(const float* in, int64_t stride_in, float* out, int64_t stride_out) {
+  Vec x[kLanes], y[kLanes];
+  for (int i = 0; i < kLanes; ++i) x[i] = load(in + i * stride_in);
+  for (int size = kLanes; size > 1; size /= 2) {
+    for (int i = 0; i < kLanes / 2; ++i) {
+      y[2 * i] = interleave_low(x[i], x[i + kLanes / 2]);
+      y[2 * i + 1] = interleave_high(x[i], x[i + kLanes / 2]);
+    }
+    std::memcpy(x, y, sizeof x);
+  }
+  for (int i = 0; i < kLanes; ++i) store(out + i * stride_out, x[i]);
 }

@@ -13,14 +13,13 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from gguf.quants import quantize
 
 from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.errors import UserError
 from mint_jax.models import base as base_lib
+from mint_jax.models import blocked
 from mint_jax.models import gguf as ours
-
-L, D, F, N, K, H, V = 2, 64, 96, 4, 2, 16, 40
+from tests.models.gguf_files import LAYERS, write
 
 
 @pytest.fixture(scope="module")
@@ -100,82 +99,23 @@ def test_smollm2_token_ids_equal_those_of_transformers(converted, smollm2_file, 
         assert mine.encode_chat(chat) == theirs(rendered)["input_ids"]
 
 
-def _interleave(w, heads):
-    """llama.cpp's order of the rows of q and k (``permute`` in its convert_hf_to_gguf.py)."""
-    return w.reshape(heads, 2, w.shape[0] // heads // 2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
-
-
-def _write(path, rng, tied=False, kind=gguf.GGMLQuantizationType.F16, architecture="llama", tokenizer="gpt2", pre="smollm", extra=()):
-    """A tiny random GGUF file; returns the weights put in, under their Hugging Face names."""
-    writer = gguf.GGUFWriter(path, architecture)
-    writer.add_name("tiny")
-    writer.add_block_count(L)
-    writer.add_context_length(128)
-    writer.add_embedding_length(D)
-    writer.add_feed_forward_length(F)
-    writer.add_head_count(N)
-    writer.add_head_count_kv(K)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(5e4)
-    writer.add_tokenizer_model(tokenizer)
-    writer.add_tokenizer_pre(pre)
-    tokens = ["<|end|>", *string.ascii_lowercase, *string.digits, "Ġ", "ab", "abc"]
-    writer.add_token_list(tokens)
-    writer.add_token_types([3] + [1] * (len(tokens) - 1))
-    writer.add_token_merges(["a b", "ab c"])
-    writer.add_eos_token_id(0)
-    assert len(tokens) == V
-    weights = {}
-
-    def put(name, hf_name, *shape):
-        value = rng.normal(size=shape).astype(np.float32)
-        stored = _interleave(value, N if name.endswith("q") else K) if name.endswith(("attn_q", "attn_k")) else value
-        if value.ndim == 1:
-            writer.add_tensor(f"{name}.weight", stored)
-        else:
-            writer.add_tensor(f"{name}.weight", quantize(stored, kind), raw_dtype=kind)
-            value = gguf.quants.dequantize(quantize(value, kind), kind)  # by rows: the order of rows does not matter
-        weights[f"{hf_name}.weight"] = np.asarray(value, np.float32)
-
-    put("token_embd", "model.embed_tokens", V, D)
-    put("output_norm", "model.norm", D)
-    if not tied:
-        put("output", "lm_head", V, D)
-    for i in range(L):
-        at, to = f"blk.{i}.", f"model.layers.{i}."
-        put(at + "attn_norm", to + "input_layernorm", D)
-        put(at + "ffn_norm", to + "post_attention_layernorm", D)
-        for name, rows, cols in (("q", N * H, D), ("k", K * H, D), ("v", K * H, D)):
-            put(f"{at}attn_{name}", f"{to}self_attn.{name}_proj", rows, cols)
-        put(f"{at}attn_output", f"{to}self_attn.o_proj", D, N * H)
-        for name, rows, cols in (("gate", F, D), ("up", F, D), ("down", D, F)):
-            put(f"{at}ffn_{name}", f"{to}mlp.{name}_proj", rows, cols)
-    for name in extra:
-        writer.add_tensor(name, np.ones(H // 2, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return weights
-
-
 @pytest.mark.parametrize(("kind", "tied"), [("F32", True), ("F16", False), ("Q8_0", False), ("Q4_1", True)])
 def test_tiny_files_of_every_type_convert_as_transformers_reads_them(kind, tied, tmp_path, rng):
     kind = gguf.GGMLQuantizationType[kind]
-    put_in = _write(tmp_path / "tiny.gguf", rng, tied, kind)
+    put_in = write(tmp_path / "tiny.gguf", rng, tied, kind)
     directory = ours.convert(tmp_path / "tiny.gguf", tmp_path / "out")
     mine = safetensors.torch.load_file(directory / "model.safetensors")
     assert set(mine) == set(put_in)
     for name, value in put_in.items():
         np.testing.assert_array_equal(mine[name].numpy(), value, err_msg=name)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=torch.float32)
-    assert _same_tensors(directory, theirs) == 9 * L + 3 - tied
+    assert _same_tensors(directory, theirs) == 9 * LAYERS + 3 - tied
     assert json.loads((directory / "config.json").read_text())["tie_word_embeddings"] is tied
     assert Tokenizer(directory).encode("abc ab1<|end|>") == [39, 37, 38, 28, 0]
 
 
 def test_the_directory_appears_whole_or_not_at_all(tmp_path, rng, monkeypatch):
-    _write(tmp_path / "tiny.gguf", rng)
+    write(tmp_path / "tiny.gguf", rng)
 
     def fail(fields):
         raise RuntimeError("no room")
@@ -189,7 +129,7 @@ def test_the_directory_appears_whole_or_not_at_all(tmp_path, rng, monkeypatch):
     (tmp_path / "out" / "stale").touch()
     ours.convert(tmp_path / "tiny.gguf", tmp_path / "out")
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert names == {"config.json", "model.safetensors", blocked.FILE, "tokenizer.json", "tokenizer_config.json"}
 
 
 @pytest.mark.parametrize(
@@ -203,7 +143,7 @@ def test_the_directory_appears_whole_or_not_at_all(tmp_path, rng, monkeypatch):
     ],
 )
 def test_files_that_are_not_covered_are_refused(changes, words, tmp_path, rng):
-    _write(tmp_path / "tiny.gguf", rng, **changes)
+    write(tmp_path / "tiny.gguf", rng, **changes)
     with pytest.raises(UserError) as error:
         ours.convert(tmp_path / "tiny.gguf", tmp_path / "out")
     assert all(word in str(error.value) for word in words), str(error.value)
@@ -214,7 +154,7 @@ def test_files_that_are_not_covered_are_refused(changes, words, tmp_path, rng):
 def test_what_is_no_gguf_file_is_refused(content, tmp_path, rng):
     file = tmp_path / "bad.gguf"
     if content is None:
-        _write(file, rng)
+        write(file, rng)
         file.write_bytes(file.read_bytes()[:1500])  # truncated
     else:
         file.write_bytes(content)

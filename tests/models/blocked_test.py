@@ -1,0 +1,155 @@
+"""A base that stays in its checkpoint's blocks: its numbers, its gradients, and when it is held otherwise."""
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mint_jax import params as params_lib
+from mint_jax.errors import UserError
+from mint_jax.lora.tree import AdapterConfig
+from mint_jax.mesh import make_mesh
+from mint_jax.models import base as base_lib
+from mint_jax.models import blocked, transformer
+from mint_jax.models import gguf as gguf_lib
+from mint_jax.models.config import Kernels
+from mint_jax.models.logprobs import target_logprobs
+from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.request import Request
+from mint_jax.train.batch import Group, TrainSequence
+from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
+from tests.models.gguf_files import write
+
+D, F, V = 64, 128, 64
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def directory(request, tmp_path_factory):
+    """A tiny checkpoint converted from layers of 4 bits and tables of 8."""
+    folder = tmp_path_factory.mktemp("blocked")
+    kinds = gguf.GGMLQuantizationType
+    rng = np.random.default_rng()
+    write(folder / "tiny.gguf", rng, request.param, kinds.Q4_1, table=kinds.Q8_0, F=F, heads=(4, 4), V=V)
+    return gguf_lib.convert(folder / "tiny.gguf", folder / "tiny")
+
+
+@pytest.fixture(scope="module")
+def both(directory, mesh):
+    """The base in blocks, and in float32."""
+    return base_lib.load(str(directory), mesh), base_lib.load(str(directory), mesh, blocks=False)
+
+
+def test_its_numbers_are_those_of_the_checkpoint_beside_it(both):
+    mine, full = both
+    assert mine.fingerprint == full.fingerprint
+    held, plain = (dict(params_lib.leaves_with_path(base.params)) for base in both)
+    in_blocks = {path for path, leaf in held.items() if leaf.dtype == np.uint8}
+    tables = {path for path in plain if path in blocked.TABLES}
+    matrices = {f"dense/{path}/w" for path in ("attn/q", "attn/k", "attn/v", "attn/o", "mlp/gate", "mlp/up", "mlp/down")}
+    assert in_blocks == matrices | tables
+    for path in matrices:
+        made = jax.vmap(blocked.blocks.unpack)(held[path])
+        np.testing.assert_array_equal(np.array(made).view(np.int32), np.array(plain[path]).view(np.int32), err_msg=path)
+    for path in tables:
+        np.testing.assert_array_equal(blocked.table(held[path]), plain[path], err_msg=path)
+        assert blocked.table_shape(held[path]) == plain[path].shape == (V, D)
+    assert mine.nbytes < full.nbytes / 3
+    assert mine.dtype == full.dtype == jnp.float32
+
+
+def test_layers_have_the_bits_of_float32_and_logits_are_as_near_as_rounding(both, rng):
+    tokens = jnp.array(rng.integers(0, V, (2, 24)), jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(24), (2, 24))
+
+    @jax.jit
+    def hidden(params, cfg_base=both[0]):
+        return transformer.hidden_states(params, None, transformer.Inputs(tokens, positions), cfg_base.cfg)[0]
+
+    states = [hidden(base.params) for base in both]
+    assert np.array(states[0]).tobytes() == np.array(states[1]).tobytes()
+    for kernel in ("auto", "xla"):
+        logits = [jax.jit(lambda p, h, kernel=kernel: transformer.logits(p, None, h, kernel))(base.params, states[0]) for base in both]
+        np.testing.assert_allclose(*logits, rtol=1e-5, atol=2e-5)  # sums of 64 products in another order
+
+
+@pytest.mark.parametrize("targets", [("all-linear",), ("all-linear", "embed", "unembed")], ids=["layers", "tables"])
+def test_training_has_the_bits_of_float32(both, rng, targets):
+    """Forward, backward and optimizer, also where adapters need the logits' own gradient."""
+    states = []
+    groups = {
+        f"p{i}": [Group(rng.integers(0, V, 5).tolist(), [TrainSequence(rng.integers(0, V, 7).tolist(), [1.0] * 7) for _ in range(2)])]
+        for i in range(2)
+    }
+    for base in both:
+        adapter = AdapterConfig(4, 8.0, targets)
+        trainer = Trainer(base, [PolicyConfig(name, adapter, loss=LossConfig("cross_entropy"), seed=i) for i, name in enumerate(groups)])
+        for _ in range(3):
+            trainer.update(groups)
+        states.append([np.array(leaf) for leaf in jax.tree.leaves(trainer.state)])
+    assert all(np.isfinite(leaf).all() for leaf in states[0] if leaf.dtype == np.float32)
+    for mine, full in zip(*states):
+        assert mine.tobytes() == full.tobytes()
+
+
+def test_the_gradient_of_a_hidden_state_is_float32_s(both, rng):
+    h = jnp.array(rng.normal(size=(2, 6, D)), jnp.float32)
+    for shape in ((2, 6), (2, 6, 3)):
+        y = jnp.array(rng.integers(0, V, shape), jnp.int32)
+        grads = [jax.jit(jax.grad(lambda h, p, y=y: target_logprobs(p, None, h, y).sum()))(h, base.params) for base in both]
+        assert np.array(grads[0]).tobytes() == np.array(grads[1]).tobytes()
+
+
+def test_engines_draw_the_same(both, rng):
+    requests = [Request(tuple(rng.integers(0, V, n).tolist()), max_tokens=12, temperature=0) for n in (1, 5, 17)]
+    for [mine], [full] in zip(*(Engine(base).generate(requests) for base in both), strict=True):
+        assert mine.tokens == full.tokens
+        np.testing.assert_allclose(mine.logprobs, full.logprobs, rtol=1e-5, atol=1e-5)
+
+
+def test_what_it_does_not_serve_is_held_in_full(directory, mesh, monkeypatch):
+    def kinds(*args, **kwargs):
+        params = base_lib.load(str(directory), *args, **kwargs).params
+        return {leaf.dtype for path, leaf in params_lib.leaves_with_path(params) if path.endswith("/w")}
+
+    assert kinds(mesh) == {np.dtype(np.uint8)}
+    full = {jnp.dtype("float32")}
+    assert kinds(mesh, blocks=False) == full
+    assert kinds(make_mesh({"data": 2}, jax.devices()[:2])) == full
+    assert kinds(mesh, kernels=Kernels(layer_matmul="xla")) == full
+    assert kinds(mesh, "bfloat16") == {jnp.dtype("bfloat16")}
+    assert kinds(mesh, quantise="int8") == {jnp.dtype("int8"), jnp.dtype("float32")}
+
+    def no_compiler():
+        raise NotImplementedError("no C++ compiler is there")
+
+    monkeypatch.setattr(blocked.native, "require", no_compiler)
+    assert kinds(mesh) == full
+    assert blocked.why_not(jnp.float32, "", jax.devices()[:1], "auto") == "no C++ compiler is there"
+
+
+OTHERS = [("Q8_0", "Q8_0", 128), ("Q4_1", "Q4_1", 128), ("Q4_1", "Q8_0", 96), ("F16", "F16", 128)]
+
+
+@pytest.mark.parametrize(("kind", "table", "ffw"), OTHERS)
+def test_files_of_other_kinds_keep_what_fits(tmp_path, mesh, rng, kind, table, ffw):
+    kinds = gguf.GGMLQuantizationType
+    write(tmp_path / "tiny.gguf", rng, True, kinds[kind], table=kinds[table], F=ffw, heads=(4, 4), V=V)
+    base = base_lib.load(str(gguf_lib.convert(tmp_path / "tiny.gguf", tmp_path / "tiny")), mesh)
+    held = {path: leaf.dtype == np.uint8 for path, leaf in params_lib.leaves_with_path(base.params) if path.endswith("/w")}
+    assert held.pop("embed/w") == (table == "Q8_0")
+    assert set(held.values()) == {kind == "Q4_1" and ffw == 128}  # all of them or none
+
+
+def test_blocks_of_other_weights_are_refused(tmp_path, mesh, rng):
+    kinds = gguf.GGMLQuantizationType
+    for name in ("one", "other"):
+        write(tmp_path / f"{name}.gguf", rng, True, kinds.Q4_1, table=kinds.Q8_0, F=F, heads=(4, 4), V=V)
+        gguf_lib.convert(tmp_path / f"{name}.gguf", tmp_path / name)
+    (tmp_path / "one" / blocked.FILE).write_bytes((tmp_path / "other" / blocked.FILE).read_bytes())
+    with pytest.raises(UserError, match="is of other weights than those beside it: remove it"):
+        base_lib.load(str(tmp_path / "one"), mesh)
+    (tmp_path / "one" / blocked.FILE).write_bytes(b"cut short")
+    with pytest.raises(UserError, match="cannot be read"):
+        base_lib.load(str(tmp_path / "one"), mesh)
+    assert base_lib.load(str(tmp_path / "one"), mesh, blocks=False).params["embed"]["w"].dtype == jnp.float32
