@@ -84,6 +84,7 @@ def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], **_: Any) 
     report: dict[str, Any] = {
         "bench": "active_wave",
         "base": base.name,
+        "weights": base.weights,
         "device": timing.device(),
         "n": config.n,
         "distinct": max(most.values()),

@@ -132,6 +132,7 @@ def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], make_grpo:
     report: dict[str, Any] = {
         "bench": "concurrent_grpo",
         "base": base.name,
+        "weights": base.weights,
         "device": timing.device(),
         "n": config.n,
         "steps": config.steps,

@@ -1,7 +1,8 @@
 """The sampling engine: against torch and transformers, against what it would be without its parts, and against memory.
 
 ``ratio_decode_R``: tokens a second of R rows, greedy, whose prompts are in the cache on both sides, over those of transformers on the
-same checkpoint (``torch_peer``, with its fastest options). ``ratio_prefill``: tokens of prompts a second to the first new token.
+same checkpoint (``torch_peer``, with its fastest options). Where the base stays in its checkpoint's blocks (``weights``),
+``ratio_decode_R_in_full`` is that of the engine on a base in float32, in the same rounds. ``ratio_prefill``: tokens of prompts a second to the first new token.
 
 ``ratio_continuous``: tokens a second on ragged lengths over those of a static loop, which stands for the one that this engine had
 before: requests are sorted by the length of their prompts and taken in groups of as many as there are rows; no group begins before
@@ -22,6 +23,7 @@ the same requests are asked one by one; ``differing_tokens_preempted``: the same
 their pages on the way (``preempted``).
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -54,8 +56,13 @@ def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], **_: Any) 
             raise choice("part of the bench", part, PARTS)
     base = open_base(config)
     report: dict[str, Any] = {"bench": "engine", "base": base.name, "dtype": config.dtype, "device": timing.device(), "n": config.n}
+    report["weights"] = base.weights
     for part in config.parts:
-        report |= PARTS[part](config, base, np.random.default_rng(config.seed))
+        rng = np.random.default_rng(config.seed)
+        if part == "decode" and base.weights == "blocks":
+            report |= _decode(config, base, rng, open_base({**config, "blocks": False}))
+        else:
+            report |= PARTS[part](config, base, rng)
     return report
 
 
@@ -71,7 +78,7 @@ def _fixed(base: Base, rows: int, **options: Any) -> Engine:
 # -- against transformers
 
 
-def _decode(config: Any, base: Base, rng: np.random.Generator) -> dict[str, Any]:
+def _decode(config: Any, base: Base, rng: np.random.Generator, in_full: Base | None = None) -> dict[str, Any]:
     part, out = config.decode, {}
     if part.context % PAGE:
         raise UserError(f"config.decode.context is {part.context}: give a multiple of {PAGE}, whole pages stay in the cache")
@@ -82,20 +89,22 @@ def _decode(config: Any, base: Base, rng: np.random.Generator) -> dict[str, Any]
         prompts = _prompts(base, rng, [part.context + 1] * rows)
         tried = peer.fastest(lambda prompts=prompts: peer.decoder(np.array(prompts), part.trial_tokens))
         draw = peer.decoder(np.array(prompts), part.tokens)
-        engine = _fixed(base, rows)
+        engines = {"ours": _fixed(base, rows)} | ({"in_full": _fixed(in_full, rows)} if in_full else {})
         requests = [Request(prompt, max_tokens=part.tokens, temperature=0.0) for prompt in prompts]
-        engine.generate(requests)
-        read = engine.counts["prefilled_tokens"]
+        for engine in engines.values():
+            engine.generate(requests)
+        read = [engine.counts["prefilled_tokens"] for engine in engines.values()]
         last: dict[str, np.ndarray] = {}
 
-        def ours(engine: Engine = engine, requests: Sequence[Request] = requests, last: dict[str, Any] = last) -> None:
-            last["ours"] = np.array([c.tokens for [c] in engine.generate(requests)])
+        def ours(name: str, engine: Engine, requests: Sequence[Request] = requests, last: dict[str, Any] = last) -> None:
+            last[name] = np.array([c.tokens for [c] in engine.generate(requests)])
 
         def peers(draw: Callable[[], np.ndarray] = draw, last: dict[str, Any] = last) -> None:
             last["peer"] = draw()
 
-        times = timing.in_turn(f"decoding {rows} rows", {"ours": ours, "peer": peers, "read": reading}, config.n)
-        if engine.counts["prefilled_tokens"] != read:
+        sides = {name: functools.partial(ours, name, engine) for name, engine in engines.items()}
+        times = timing.in_turn(f"decoding {rows} rows", {**sides, "peer": peers, "read": reading}, config.n)
+        if [engine.counts["prefilled_tokens"] for engine in engines.values()] != read:
             raise RuntimeError("prompts were to stay in the cache, and were read again")
         step = _step_bytes(base, rows, part.context + 1 + (part.tokens - 1) / 2)
         a_byte = {
@@ -111,6 +120,8 @@ def _decode(config: Any, base: Base, rng: np.random.Generator) -> dict[str, Any]
             f"peer_options_decode_{rows}": str(peer.options),
             f"peer_candidates_s_decode_{rows}": tried,
         }
+        if in_full:
+            out[f"ratio_decode_{rows}_in_full"] = timing.ratio(times, "peer", "in_full")
     first = shares[str(part.rows[0])]
     rates = {name: round(rate / 1e9, 2) for name, rate in reading.rates.items()}
     return out | {"bandwidth_share": first, "bandwidth_shares": shares, "bandwidth_way": reading.way, "bandwidth_tried_gb_per_s": rates}

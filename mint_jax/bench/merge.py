@@ -6,14 +6,22 @@ import jax
 import jax.numpy as jnp
 
 from mint_jax import params as params_lib
+from mint_jax.errors import UserError
 from mint_jax.lora.tree import AdapterStack
 from mint_jax.models.precision import as_stored
+from pallas_kernels.layer_matmul import blocks
 
 
 @jax.jit
 @as_stored
 def merged(params: Any, stack: AdapterStack, slot: jax.Array) -> Any:
-    """A second copy of the base with one slot's deltas added, ``W + scale A^T B`` (``unembed`` and ``embed`` left alone)."""
+    """A second copy of the base with one slot's deltas added, ``W + scale A^T B`` (``unembed`` and ``embed`` left alone).
+
+    Raises:
+        UserError: a base in blocks.
+    """
+    if any(blocks.are(w) for w in jax.tree.leaves(params)):
+        raise UserError("a base in blocks of 4 bits has no merged weights: set --config.blocks=False")
     factors = dict(params_lib.leaves_with_path(stack.factors))
 
     def leaf(path: str, w: jax.Array) -> jax.Array:

@@ -349,6 +349,7 @@ def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], **_: Any) 
         "bench": "service",
         "base": config.base,
         "dtype": config.dtype,
+        "weights": base.weights,
         "device": timing.device(),
         "n": config.n,
         "errors": tenants.errors,

@@ -106,9 +106,14 @@ ROWS = [
     *_bench(
         "engine",
         (
-            "decoding SmolLM2 greedily behind prompts that are cached, float32: torch + transformers "
-            "({peer_options_decode_1|text}; {peer_options_decode_8|text}; {peer_options_decode_32|text}) / ours, 1, 8, 32 rows",
+            "decoding SmolLM2 greedily behind prompts that are cached, 1, 8, 32 rows: torch + transformers in float32 "
+            "({peer_options_decode_1|text}; {peer_options_decode_8|text}; {peer_options_decode_32|text}) / ours, the same numbers in the "
+            "checkpoint's blocks of 4 bits",
             "{ratio_decode_1|times}, {ratio_decode_8|times}, {ratio_decode_32|times}",
+        ),
+        (
+            "the same / ours in float32",
+            "{ratio_decode_1_in_full|times}, {ratio_decode_8_in_full|times}, {ratio_decode_32_in_full|times}",
         ),
         ("{prefill_tokens|count} tokens of prompts to the first new tokens: torch + transformers / ours", "{ratio_prefill|times}"),
         (
@@ -135,7 +140,7 @@ ROWS = [
         "decode_vs_vllm",
         (
             "decoding 1, 8, 32 rows that name {adapters|count} adapters of rank 8 and the bare base in turn, SmolLM2, prompts cached: vLLM "
-            "{vllm|text} on CPUs, float32 / ours; vLLM in bfloat16 / ours in float32",
+            "{vllm|text} on CPUs, float32 / ours, the same numbers in blocks of 4 bits; vLLM in bfloat16 / ours",
             "{ratio_1|times}, {ratio_8|times}, {ratio_32|times}; {ratio_1_bfloat16|times}, {ratio_8_bfloat16|times}, "
             "{ratio_32_bfloat16|times}",
         ),

@@ -97,6 +97,7 @@ def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], **_: Any) 
     report: dict[str, Any] = {
         "bench": "train_vs_peft",
         "base": base.name,
+        "weights": base.weights,
         "device": timing.device(),
         "policies": config.policies,
         "rows": config.rows,

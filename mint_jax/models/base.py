@@ -74,6 +74,12 @@ class Base:
         return self.params["final_norm"].dtype
 
     @property
+    def weights(self) -> str:
+        """How the matrices are held, for reports: ``blocks``, see ``blocked.py``, or a dtype."""
+        kinds = {leaf.dtype.name for path, leaf in params_lib.leaves_with_path(self.params) if path.endswith("/w")}
+        return "blocks" if "uint8" in kinds else " and ".join(sorted(kinds))
+
+    @property
     def nbytes(self) -> int:
         return params_lib.nbytes(self.params)
 

@@ -94,8 +94,18 @@ ffi::Error PagedAttention(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Bu
         int64_t number = std::clamp<int64_t>(table.typed_data()[b * entries + entry], 0, U - 1);
         int64_t begin = ((at + number) * K + head) * kPage * X;
         const float *keys = k.typed_data() + begin, *values = v.typed_data() + begin;
+        // Pages lie anywhere: its values and the next page's keys come while its own keys are turned.
+        bool more = i + 1 < kRunPages && there > (i + 1) * kPage && entry + 1 < entries;
+        int64_t after = more ? table.typed_data()[b * entries + entry + 1] : number;
+        const float* next = k.typed_data() + ((at + std::clamp<int64_t>(after, 0, U - 1)) * K + head) * kPage * X;
         for (int64_t p = 0; p < kPage; p += kLanes)
-          for (int64_t h = 0; h < H; h += kLanes) transpose(keys + p * X + h, X, turned.data() + h * kPage + p, kPage);
+          for (int64_t h = 0; h < H; h += kLanes) {
+            for (int64_t j = 0; j < kLanes; ++j) {
+              __builtin_prefetch(values + (p + j) * X + h, 0, 3);
+              if (next != keys) __builtin_prefetch(next + (p + j) * X + h, 0, 3);
+            }
+            transpose(keys + p * X + h, X, turned.data() + h * kPage + p, kPage);
+          }
         int64_t blocks = (M + kRows - 1) / kRows;
         for (int64_t j = 0; j < blocks; ++j) {
           int64_t m = M * j / blocks, C = M * (j + 1) / blocks - m;

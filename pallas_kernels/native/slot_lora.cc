@@ -101,7 +101,7 @@ ffi::Error SlotLora(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<f
     for (int64_t i = 0; i < parts; ++i) tasks.push_back({begin + count * i / parts, begin + count * (i + 1) / parts});
   }
   int64_t work = order.size() * ranks * (D + F) + tasks.size() * ranks * (D + F) * 8;
-  over_tasks(pool, tasks.size(), work > (1 << 20), [&](int64_t t) {
+  over_tasks(pool, tasks.size(), work > (1 << 18), [&](int64_t t) {
     auto [begin, end] = tasks[t];
     int64_t w = base + slots[order[begin]];
     Adapter adapter{a.typed_data() + w * ranks * D, b.typed_data() + w * ranks * F, D, F, ranks};

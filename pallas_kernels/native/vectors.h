@@ -3,7 +3,7 @@
 
 #pragma once
 
-#if defined(__AVX512F__) || defined(__FMA__)
+#if defined(__AVX__)
 #include <immintrin.h>
 #elif defined(__aarch64__)
 #include <arm_neon.h>
@@ -172,6 +172,16 @@ inline void multiply(Vec (&acc)[R][V], const float* a, int64_t stride_a, const B
 
 // The sum of a vector's lanes: halves onto halves, so that it does not depend on what is beside it.
 inline float total(Vec x) {
+#if defined(__AVX__)
+#if defined(__AVX512F__)
+  __m256 eight = _mm256_add_ps(_mm512_castps512_ps256((__m512)x), _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd((__m512)x), 1)));
+#else
+  __m256 eight = (__m256)x;
+#endif
+  __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+#endif
   float lanes[kLanes];
   std::memcpy(lanes, &x, sizeof x);
   for (int half = kLanes / 2; half; half /= 2)
@@ -179,40 +189,52 @@ inline float total(Vec x) {
   return lanes[0];
 }
 
-// Lanes of two vectors in turns: of their lower halves, and of their upper ones.
-#if defined(__clang__)
+// A square of lanes x lanes numbers.
+#if defined(__AVX__)
+// Rows 4g to 4g + 3 in a part of 128 bits for each four columns: part l of square[4g + j] is column 4l + j.
+inline void transpose_parts(const float* in, int64_t stride, Vec (&square)[kLanes]) {
 #if defined(__AVX512F__)
-#define LOWER 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
-#define UPPER 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
-#elif defined(__AVX__)
-#define LOWER 0, 8, 1, 9, 2, 10, 3, 11
-#define UPPER 4, 12, 5, 13, 6, 14, 7, 15
+#define EACH(op) _mm512_##op
+  typedef __m512 Row;
+  typedef __m512d Pair;
 #else
-#define LOWER 0, 4, 1, 5
-#define UPPER 2, 6, 3, 7
+#define EACH(op) _mm256_##op
+  typedef __m256 Row;
+  typedef __m256d Pair;
 #endif
-inline Vec interleave_low(Vec x, Vec y) { return __builtin_shufflevector(x, y, LOWER); }
-inline Vec interleave_high(Vec x, Vec y) { return __builtin_shufflevector(x, y, UPPER); }
-#else
-inline Vec interleave(Vec x, Vec y, int from) {
-  IVec lanes;
-  for (int i = 0; i < kLanes; ++i) lanes[i] = from + i / 2 + (i % 2 ? kLanes : 0);
-  return __builtin_shuffle(x, y, lanes);
-}
-inline Vec interleave_low(Vec x, Vec y) { return interleave(x, y, 0); }
-inline Vec interleave_high(Vec x, Vec y) { return interleave(x, y, kLanes / 2); }
-#endif
-
-// A square of lanes x lanes numbers: perfect shuffles, log2(lanes) times.
-inline void transpose(const float* in, int64_t stride_in, float* out, int64_t stride_out) {
-  Vec x[kLanes], y[kLanes];
-  for (int i = 0; i < kLanes; ++i) x[i] = load(in + i * stride_in);
-  for (int size = kLanes; size > 1; size /= 2) {
-    for (int i = 0; i < kLanes / 2; ++i) {
-      y[2 * i] = interleave_low(x[i], x[i + kLanes / 2]);
-      y[2 * i + 1] = interleave_high(x[i], x[i + kLanes / 2]);
-    }
-    std::memcpy(x, y, sizeof x);
+  for (int g = 0; g < kLanes; g += 4) {
+    Row r0 = (Row)load(in + g * stride), r1 = (Row)load(in + (g + 1) * stride);
+    Row r2 = (Row)load(in + (g + 2) * stride), r3 = (Row)load(in + (g + 3) * stride);
+    Pair low = (Pair)EACH(unpacklo_ps)(r0, r1), high = (Pair)EACH(unpackhi_ps)(r0, r1);
+    Pair low2 = (Pair)EACH(unpacklo_ps)(r2, r3), high2 = (Pair)EACH(unpackhi_ps)(r2, r3);
+    square[g] = (Vec)EACH(unpacklo_pd)(low, low2), square[g + 1] = (Vec)EACH(unpackhi_pd)(low, low2);
+    square[g + 2] = (Vec)EACH(unpacklo_pd)(high, high2), square[g + 3] = (Vec)EACH(unpackhi_pd)(high, high2);
   }
-  for (int i = 0; i < kLanes; ++i) store(out + i * stride_out, x[i]);
+#undef EACH
 }
+
+inline void transpose(const float* in, int64_t stride_in, float* out, int64_t stride_out) {
+  Vec x[kLanes];
+  transpose_parts(in, stride_in, x);
+  for (int j = 0; j < 4; ++j) {
+#if defined(__AVX512F__)
+    __m512 even = _mm512_shuffle_f32x4((__m512)x[j], (__m512)x[j + 4], 0x88);
+    __m512 odd = _mm512_shuffle_f32x4((__m512)x[j], (__m512)x[j + 4], 0xdd);
+    __m512 even2 = _mm512_shuffle_f32x4((__m512)x[j + 8], (__m512)x[j + 12], 0x88);
+    __m512 odd2 = _mm512_shuffle_f32x4((__m512)x[j + 8], (__m512)x[j + 12], 0xdd);
+    store(out + j * stride_out, (Vec)_mm512_shuffle_f32x4(even, even2, 0x88));
+    store(out + (j + 4) * stride_out, (Vec)_mm512_shuffle_f32x4(odd, odd2, 0x88));
+    store(out + (j + 8) * stride_out, (Vec)_mm512_shuffle_f32x4(even, even2, 0xdd));
+    store(out + (j + 12) * stride_out, (Vec)_mm512_shuffle_f32x4(odd, odd2, 0xdd));
+#else
+    store(out + j * stride_out, (Vec)_mm256_permute2f128_ps((__m256)x[j], (__m256)x[j + 4], 0x20));
+    store(out + (j + 4) * stride_out, (Vec)_mm256_permute2f128_ps((__m256)x[j], (__m256)x[j + 4], 0x31));
+#endif
+  }
+}
+#else
+inline void transpose(const float* in, int64_t stride_in, float* out, int64_t stride_out) {
+  for (int i = 0; i < kLanes; ++i)
+    for (int j = 0; j < kLanes; ++j) out[j * stride_out + i] = in[i * stride_in + j];
+}
+#endif
