@@ -1,7 +1,8 @@
 """Decoding rows of many adapters in one batch: vLLM on the same processor, checkpoint, adapters and prompts, beside ours.
 
 Rows name adapters in turn, the last the bare base; prompts are in both caches before the clock starts. ``ratio_R``: tokens a second of R
-rows over vLLM's in float32, which is our arithmetic, whatever a base's ``weights`` are held in; ``ratio_R_bfloat16``: over vLLM's in bfloat16, whose weights are half the bytes.
+rows over vLLM's in float32, which is our arithmetic, whatever a base's ``weights`` are held in; ``ratio_R_bfloat16``: over vLLM's in
+bfloat16, whose weights are half the bytes.
 ``same_tokens_R``: share of greedy tokens that both drew in float32. vLLM is started by the options that its users have, compiled for
 this base, with as many sequences and adapters at once as there are.
 """

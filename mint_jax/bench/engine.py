@@ -2,7 +2,8 @@
 
 ``ratio_decode_R``: tokens a second of R rows, greedy, whose prompts are in the cache on both sides, over those of transformers on the
 same checkpoint (``torch_peer``, with its fastest options). Where the base stays in its checkpoint's blocks (``weights``),
-``ratio_decode_R_in_full`` is that of the engine on a base in float32, in the same rounds. ``ratio_prefill``: tokens of prompts a second to the first new token.
+``ratio_decode_R_in_full`` is that of the engine on a base in float32, in the same rounds. ``ratio_prefill``: tokens of prompts a second
+to the first new token.
 
 ``ratio_continuous``: tokens a second on ragged lengths over those of a static loop, which stands for the one that this engine had
 before: requests are sorted by the length of their prompts and taken in groups of as many as there are rows; no group begins before
