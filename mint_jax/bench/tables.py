@@ -117,8 +117,9 @@ ROWS = [
         ),
         ("{prefill_tokens|count} tokens of prompts to the first new tokens: torch + transformers / ours", "{ratio_prefill|times}"),
         (
-            "{continuous_tokens|count} tokens of ragged lengths: groups that wait for their slowest row / continuous batching",
-            "{ratio_continuous|times}",
+            "{continuous_tokens|count} tokens of ragged lengths: groups in lockstep until their slowest row ends / continuous batching; "
+            "groups whose ended rows cost nothing / continuous batching",
+            "{ratio_continuous|times}; {ratio_continuous_idle_rows_free|times}",
         ),
         (
             "{prefix_samples|count} samples of {prefix_tokens|count} tokens behind prompts of {prefix_prompt|count}: a prompt each / one "
