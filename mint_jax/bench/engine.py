@@ -9,8 +9,8 @@ to the first new token.
 before: requests are sorted by the length of their prompts and taken in groups of as many as there are rows; all rows of a group go on
 until its last one has ended, and no group begins before that. ``ratio_continuous_idle_rows_free``: over a loop with the same groups
 whose ended rows are not computed, which on CPUs the kernels of this engine spare it. All run the same programs at the same number of
-rows. ``static_rows_busy`` is the share of these loops' rows and steps that draw a token. No request stops before its ``max_tokens``, by which the engine orders those that
-it is given at once: where completions stop earlier it knows less of them.
+rows. ``static_rows_busy`` is the share of these loops' rows and steps that draw a token. No request stops before its ``max_tokens``, by
+which the engine orders those that it is given at once: where completions stop earlier it knows less of them.
 
 ``ratio_prefix``: one request of n samples over n requests of other prompts of the same length, prompts and tokens together. No prompt
 is read twice in what compares prompts: each call has a tenant of its own, and tenants share nothing.
@@ -197,7 +197,8 @@ def _continuous(config: Any, base: Base, rng: np.random.Generator) -> dict[str, 
         said["static"] = [c.tokens for [c] in static_loop(engine, requests(), part.rows)]
 
     order = sorted(range(part.requests), key=lambda i: len(prompts[i]))
-    longest = {i: max(tokens[j] for j in group) for group in (order[k : k + part.rows] for k in range(0, part.requests, part.rows)) for i in group}
+    groups = [order[k : k + part.rows] for k in range(0, part.requests, part.rows)]
+    longest = {i: max(tokens[j] for j in group) for group in groups for i in group}
 
     def lockstep() -> None:
         long = [dataclasses.replace(request, max_tokens=longest[i]) for i, request in enumerate(requests())]
