@@ -99,6 +99,7 @@ RUNS = (
     Run("switch", "bench/switch.py", 2),
     Run("journal", "bench/journal.py", 2),
     Run("service", "bench/service.py", 15),
+    Run("service_load", "bench/service_load.py", 25),
     Run("revision_stores", "bench/revision_stores.py", 3),
     Run(
         "catalog_against_mlflow",

@@ -2,7 +2,7 @@
 
 Command: python -m mint_jax.launch --config=configs/bench/service_load.py --workdir=runs/bench/service_load
 Short:   --config=configs/bench/service_load.py:ci
-Default size: ten minutes of load behind what it takes to make the revisions; 8 GB of memory, 8 GB of disk.
+Default size: ten minutes of load behind the ten that it takes two cores to make the revisions; 12 GB of memory, 10 GB of disk.
 """
 
 from ml_collections import ConfigDict
@@ -20,10 +20,10 @@ def get_config(size: str = "default") -> ConfigDict:
     config.rank = 8
     config.sequences, config.tokens = 1, 32  # of a round of training
     config.prompt, config.new_tokens = 8, 16  # tokens of a sample
-    config.pause_s = 0.5  # between two requests of a client, on average
+    config.pause_s = 20.0  # between two requests of a client, on average: what two cores can answer
     config.heartbeat_s = 10.0
     config.save_every = 16  # rounds of a policy
-    config.check_every = 50  # answers
+    config.check_every = 5  # answers
     config.program = "mint_jax.launch"  # starts the server
     config.server = ConfigDict({"ranks": (8,), "slots": 16, "adapters": 16, "max_rows": 32, "snapshot_every": 16})
     config.server.shapes = ((1, 1, 32), (4, 1, 32), (16, 1, 32))

@@ -261,6 +261,20 @@ ROWS = [
         ),
     ),
     *_bench(
+        "service_load",
+        (
+            "{clients|count} clients over HTTP, {policies|count} policies over {slots|count} training slots, {revisions|count} revisions over "
+            "{adapters|count} adapter slots, ten minutes: rounds of training, samples; of these failed; answers by another revision",
+            "{rounds|count}, {samples|count}; {errors|count}; {wrong_revisions|count} of {checked|count} that were scored again",
+        ),
+        (
+            "a round, a sample, a heartbeat meanwhile: median, and 99th percentile",
+            "{round_p50_ms|count}, {sample_p50_ms|count}, {heartbeat_p50_ms|count} ms; {round_p99_ms|count}, {sample_p99_ms|count}, "
+            "{heartbeat_p99_ms|count} ms",
+        ),
+        ("the server's resident memory when that began, and when it ended", "{rss_mb_start|count}, {rss_mb_end|count} MB"),
+    ),
+    *_bench(
         "packed_load",
         (
             "a rank-1 adapter of Qwen3-30B-A3B's experts from file to device slot: {tensors.unpacked|count} tensors of a PEFT file, "

@@ -513,7 +513,7 @@ def _run(config: Config, workdir: Path, job: ConcurrentGrpo, run: TrainingRun, u
                 "reward_after": round(after[name][0], 4),
                 **_mismatch(run.notes["mismatch"][name]),
                 "adapter_bytes": size,
-                "base_percent": round(100 * size / job.base.nbytes, 3),
+                "base_percent": round(100 * size / job.base.full_bytes, 3),
                 "revision": revisions[name][0],
                 "number": revisions[name][1],
             }

@@ -261,7 +261,7 @@ class TrainingRun:
         config, bucket = self.trainer.policies[name].adapter, self.trainer.slots[name].bucket
         size, stack = self.adapter_bytes(name), self.trainer.state[bucket]
         common.say(
-            f"policy {name}: rank {config.rank}, adapter {size / 1e6:.2f} MB ({100 * size / self.trainer.base.nbytes:.2f} % of the base), "
+            f"policy {name}: rank {config.rank}, adapter {size / 1e6:.2f} MB ({100 * size / self.trainer.base.full_bytes:.2f} % of the base), "
             f"{params_lib.nbytes(stack) / stack.steps.shape[0] / 1e6:.2f} MB with gradients and optimizer state"
         )
 

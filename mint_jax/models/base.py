@@ -84,6 +84,11 @@ class Base:
         return params_lib.nbytes(self.params)
 
     @property
+    def full_bytes(self) -> int:
+        """Of all weights in the compute dtype, however they are held."""
+        return params_lib.count(transformer.abstract(self.cfg)) * self.dtype.itemsize
+
+    @property
     def row_multiple(self) -> int:
         """Batches have a multiple of this many rows: the ways in which the mesh splits them."""
         return sharding.ways("batch", self.mesh)
