@@ -263,8 +263,8 @@ ROWS = [
     *_bench(
         "service_load",
         (
-            "{clients|count} clients over HTTP, {policies|count} policies over {slots|count} training slots, {revisions|count} revisions over "
-            "{adapters|count} adapter slots, ten minutes: rounds of training, samples; of these failed; answers by another revision",
+            "{clients|count} clients over HTTP, {policies|count} policies over {slots|count} training slots, {revisions|count} revisions "
+            "over {adapters|count} adapter slots, ten minutes: rounds of training, samples; of these failed; answers by another revision",
             "{rounds|count}, {samples|count}; {errors|count}; {wrong_revisions|count} of {checked|count} that were scored again",
         ),
         (

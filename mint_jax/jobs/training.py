@@ -260,8 +260,9 @@ class TrainingRun:
     def _introduce(self, name: str) -> None:
         config, bucket = self.trainer.policies[name].adapter, self.trainer.slots[name].bucket
         size, stack = self.adapter_bytes(name), self.trainer.state[bucket]
+        share = 100 * size / self.trainer.base.full_bytes
         common.say(
-            f"policy {name}: rank {config.rank}, adapter {size / 1e6:.2f} MB ({100 * size / self.trainer.base.full_bytes:.2f} % of the base), "
+            f"policy {name}: rank {config.rank}, adapter {size / 1e6:.2f} MB ({share:.2f} % of the base), "
             f"{params_lib.nbytes(stack) / stack.steps.shape[0] / 1e6:.2f} MB with gradients and optimizer state"
         )
 
