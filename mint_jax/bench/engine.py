@@ -63,7 +63,7 @@ def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], **_: Any) 
     for part in config.parts:
         rng = np.random.default_rng(config.seed)
         if part == "decode" and base.weights == "blocks":
-            report |= _decode(config, base, rng, open_base({**config, "blocks": False}))
+            report |= _decode(config, base, rng, open_base({**config, "as_stored": False}))
         else:
             report |= PARTS[part](config, base, rng)
     return report

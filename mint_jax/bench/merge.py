@@ -9,7 +9,6 @@ from mint_jax import params as params_lib
 from mint_jax.errors import UserError
 from mint_jax.lora.tree import AdapterStack
 from mint_jax.models.precision import as_stored
-from pallas_kernels.layer_matmul import blocks
 
 
 @jax.jit
@@ -18,10 +17,10 @@ def merged(params: Any, stack: AdapterStack, slot: jax.Array) -> Any:
     """A second copy of the base with one slot's deltas added, ``W + scale A^T B`` (``unembed`` and ``embed`` left alone).
 
     Raises:
-        UserError: a base in blocks.
+        UserError: weights that are held in fewer bits than products have.
     """
-    if any(blocks.are(w) for w in jax.tree.leaves(params)):
-        raise UserError("a base in blocks of 4 bits has no merged weights: set --config.blocks=False")
+    if any(w.ndim > 1 and w.dtype != params["final_norm"].dtype for w in jax.tree.leaves(params)):
+        raise UserError("merged weights need the base's in full: set --config.as_stored=False and --config.quantise=")
     factors = dict(params_lib.leaves_with_path(stack.factors))
 
     def leaf(path: str, w: jax.Array) -> jax.Array:

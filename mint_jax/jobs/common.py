@@ -185,7 +185,7 @@ def open_base(config: Config) -> Base:
         progress = progress or Progress("loading base", total, per=1e6, unit="MB")
         progress.update(done)
 
-    base = base_lib.load(config.base, devices, config.dtype, report, config.quantise, kernels_of(config), config.blocks)
+    base = base_lib.load(config.base, devices, config.dtype, report, config.quantise, kernels_of(config), config.as_stored)
     multihost.require_same("the base", lambda: base.fingerprint)
     processes = f" of {multihost.count()} processes" if multihost.count() > 1 else ""
     say(

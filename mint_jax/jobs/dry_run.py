@@ -12,7 +12,7 @@ from mint_jax.jobs.common import Config
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import base as base_lib
-from mint_jax.models import hf, transformer
+from mint_jax.models import hf, stored, transformer
 from mint_jax.models.base import DTYPES
 from mint_jax.models.config import read_config
 from mint_jax.train import state as state_lib
@@ -38,11 +38,9 @@ def describe(config: Config, workdir: Path) -> dict[str, Any]:
     if directory is None:
         return out | {"bytes": None, "why": f"base {config.base} is not on this machine yet; the job fetches it"}
     cfg = read_config(directory)
-    held = None
-    if config.blocks:
-        held = base_lib.blocks_of(directory, jax.devices(), config.dtype, config.quantise, common.kernels_of(config))
-    base_specs = transformer.abstract(cfg, DTYPES[config.dtype], config.quantise)
-    base = params_lib.nbytes(hf.held_specs(base_specs, held, cfg) if held else base_specs)
+    dtype = DTYPES[config.dtype]
+    as_stored = config.as_stored and not stored.why_not(dtype, config.quantise, jax.devices(), common.kernels_of(config).layer_matmul)
+    base = params_lib.nbytes(hf.resident_specs(directory, cfg, dtype, config.quantise, as_stored)[0])
     sizes: dict[str, Any] = {"devices": {"base": base}, "disk": {}}
     if "policies" in config:
         specs = transformer.abstract(cfg)

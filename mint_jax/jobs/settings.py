@@ -80,7 +80,7 @@ class OnBase:
         base: a checkpoint directory, a hub's name for one, or the name of a packaged base.
         dtype: storage and compute of the base: float32 or bfloat16.
         quantise: int8 or float8 stores the matrices of the layers in 8 bits; empty: as dtype says.
-        blocks: weights that came in blocks of 4 and 8 bits stay in them on one CPU, the same numbers in a sixth of float32's bytes.
+        as_stored: weights that the checkpoint has in 16 bits, or in blocks of 8 and 4, stay so on one CPU: the same numbers in fewer bytes.
         mesh: how the devices are divided.
         kernels: which implementation each of our own kernels has.
     """
@@ -89,7 +89,7 @@ class OnBase:
     base: Place
     dtype: str = "float32"
     quantise: str = ""
-    blocks: bool = True
+    as_stored: bool = True
     mesh: Mesh = Mesh()
     kernels: Kernels = Kernels()
 

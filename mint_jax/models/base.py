@@ -5,7 +5,7 @@ import importlib.util
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from mint_jax import sharding
 from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.errors import UserError, choice
 from mint_jax.files import new_directory
-from mint_jax.models import blocked, gguf, hf, quantised, transformer
+from mint_jax.models import gguf, hf, quantised, stored, transformer
 from mint_jax.models.config import Kernels, ModelConfig, from_hf, read_config
 
 PACKAGED = {  # name -> (package on the index, path of the GGUF file in it)
@@ -75,7 +75,7 @@ class Base:
 
     @property
     def weights(self) -> str:
-        """How the matrices are held, for reports: ``blocks``, see ``blocked.py``, or a dtype."""
+        """How the matrices are held, for reports: ``blocks``, see ``stored.py``, or dtypes."""
         kinds = {leaf.dtype.name for path, leaf in params_lib.leaves_with_path(self.params) if path.endswith("/w")}
         return "blocks" if "uint8" in kinds else " and ".join(sorted(kinds))
 
@@ -149,7 +149,7 @@ def _unpack(name: str) -> Path:
     package, module, file = PACKAGED[name]
     target = cache_dir() / "bases" / name
     there = (target / "config.json").is_file()
-    if there and (target / blocked.FILE).is_file():
+    if there and (target / stored.FILE).is_file():
         return target
     spec = importlib.util.find_spec(module)  # found, not imported: the package's own dependencies are not needed
     found = spec is not None and spec.submodule_search_locations
@@ -196,14 +196,14 @@ def load(
     progress: Callable[[int, int], None] | None = None,
     quantise: str = "",
     kernels: Kernels = Kernels(),
-    blocks: bool = True,
+    as_stored: bool = True,
 ) -> Base:
     """Resolves and loads a base.
 
     Args:
         dtype: ``float32`` or ``bfloat16``: storage and compute of the base.
         quantise: ``int8`` or ``float8`` stores the layers' matrices in 8 bits, see ``quantised.py``; empty: as ``dtype`` says.
-        blocks: whether weights that came in blocks of 4 and 8 bits stay in them where that serves, see ``blocked.py``: the same numbers.
+        as_stored: whether weights that the checkpoint has in fewer bits than float32 stay so where that serves, see ``stored.py``.
 
     Raises:
         UserError: see ``resolve`` and ``hf.load``; also a tokenizer with more ids than the model has rows.
@@ -220,17 +220,6 @@ def load(
             f"the tokenizer in {directory} has ids up to {tokenizer.vocab_size - 1} but the model has {cfg.vocab_size} rows: "
             "tokenizer and weights do not belong together"
         )
-    held = blocks_of(directory, list(mesh.devices.flat), dtype, quantise, kernels) if blocks else None
-    params = hf.load(directory, cfg, mesh, DTYPES[dtype], progress, quantise, held)
+    as_stored = as_stored and not stored.why_not(DTYPES[dtype], quantise, list(mesh.devices.flat), kernels.layer_matmul)
+    params = hf.load(directory, cfg, mesh, DTYPES[dtype], progress, quantise, as_stored)
     return Base(name, directory, cfg, params, mesh, tokenizer, hf.fingerprint(directory))
-
-
-def blocks_of(directory: Path, devices: Sequence[Any], dtype: str, quantise: str, kernels: Kernels) -> blocked.Held | None:
-    """The blocks that a checkpoint's base stays in on these devices; None where it is held otherwise.
-
-    Raises:
-        UserError: see ``blocked.Held``.
-    """
-    if not (directory / blocked.FILE).is_file() or blocked.why_not(DTYPES[dtype], quantise, devices, kernels.layer_matmul):
-        return None
-    return blocked.Held(directory, hf.fingerprint(directory))

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from mint_jax.errors import UserError
 from mint_jax.files import new_directory
-from mint_jax.models import blocked, hf
+from mint_jax.models import hf, stored
 from pallas_kernels.layer_matmul.blocks import KINDS
 
 _LAYER_NAMES = {
@@ -53,12 +53,12 @@ def convert(file: str | Path, directory: str | Path) -> Path:
         )
     _check_names(reader)
     tokenizer = _tokenizer(fields)
-    with new_directory(directory, blocked.FILE) as staging:
+    with new_directory(directory, stored.FILE) as staging:
         tokenizer.save(str(staging / "tokenizer.json"))
         (staging / "tokenizer_config.json").write_text(json.dumps(_tokenizer_config(fields), indent=1))
         save_file(_tensors(reader, fields), staging / "model.safetensors", metadata={"format": "pt"})
         (staging / "config.json").write_text(json.dumps(_config(fields, reader), indent=1))
-        blocked.save(_blocks(reader, fields), hf.fingerprint(staging), staging)
+        stored.save(_blocks(reader, fields), hf.fingerprint(staging), staging)
     return directory
 
 

@@ -26,7 +26,7 @@ from safetensors.numpy import save_file
 from mint_jax import params as params_lib
 from mint_jax import sharding as sharding_lib
 from mint_jax.errors import UserError
-from mint_jax.models import blocked, quantised, transformer
+from mint_jax.models import quantised, stored, transformer
 from mint_jax.models.config import ModelConfig
 from mint_jax.params import ParamSpec
 from mint_jax.safetensors_header import header_size, parse_object
@@ -229,7 +229,7 @@ def _read_quantised(ckpt: Checkpoint, source: Source, kind: str, leaf: str, inde
     return _stack(source, index, one)
 
 
-def _read_held(held: blocked.Held, source: Source, index: tuple[slice, ...]) -> np.ndarray:
+def _read_held(held: stored.Held, source: Source, index: tuple[slice, ...]) -> np.ndarray:
     """The blocks of a leaf; one device has all of it."""
     return _stack(source, index, lambda name, index: held.tensor(name)[index])
 
@@ -259,26 +259,23 @@ def load(
     dtype: Any = jnp.float32,
     progress: Callable[[int, int], None] | None = None,
     quantise: str = "",
-    held: blocked.Held | None = None,
+    as_stored: bool = False,
 ) -> Any:
     """Reads a checkpoint straight into sharded device arrays.
 
     Args:
         dtype: dtype of the resident base.
         quantise: a key of ``quantised.KINDS``: the layers' matrices in 8 bits.
-        held: the checkpoint's blocks, where weights stay in them.
+        as_stored: whether weights stay as they are stored, see ``stored.py``; of float32 on one CPU.
         progress: called with (bytes done, bytes in all) after each leaf.
 
     Raises:
         UserError: a missing tensor or a wrong shape; found before anything is loaded.
     """
-    specs = transformer.abstract(cfg, dtype, quantise)
-    ckpt = Checkpoint(directory)
-    stored = transformer.abstract(cfg, dtype)
-    _check_shapes(ckpt, stored, cfg)
-    plain = dict(params_lib.leaves_with_path(stored))
-    if held is not None:
-        specs = held_specs(specs, held, cfg)
+    ckpt, in_full = Checkpoint(directory), transformer.abstract(cfg, dtype)
+    _check_shapes(ckpt, in_full, cfg)
+    specs, held = resident_specs(directory, cfg, dtype, quantise, as_stored)
+    plain = dict(params_lib.leaves_with_path(in_full))
     if beyond := _beyond(ckpt, cfg):
         _log.warning("%s: %d tensors of layers after the last (multi-token prediction) are not read", directory, beyond)
     total, done = params_lib.nbytes(specs), 0
@@ -286,11 +283,10 @@ def load(
     def leaf(path: str, spec: ParamSpec) -> jax.Array:
         nonlocal done
         target = sharding_lib.sharding_of(spec, mesh)
-        if path in plain and plain[path].dtype == spec.dtype:
-            source = source_of(path, spec, cfg)
-            read = functools.partial(_read, ckpt, source, dtype=spec.dtype)
-        elif held is not None:
+        if held is not None and spec.dtype == np.uint8:
             read = functools.partial(_read_held, held, source_of(path, plain[path], cfg))
+        elif path in plain and (plain[path].dtype == spec.dtype or not quantise):
+            read = functools.partial(_read, ckpt, source_of(path, spec, cfg), dtype=spec.dtype)
         else:
             owner, _, part = path.rpartition("/")
             source = source_of(f"{owner}/w", plain[f"{owner}/w"], cfg)
@@ -305,9 +301,20 @@ def load(
     return params_lib.map_with_path(leaf, specs)
 
 
-def held_specs(specs: Any, held: blocked.Held, cfg: ModelConfig) -> Any:
-    """The specs of a base that stays in its checkpoint's blocks, of those in float32."""
-    return blocked.specs(specs, lambda path, spec: {held.kinds.get(name, "") for name in source_of(path, spec, cfg).names})
+def resident_specs(directory: str | Path, cfg: ModelConfig, dtype: Any, quantise: str, as_stored: bool) -> tuple[Any, stored.Held | None]:
+    """The specs of a base as it is held; and the checkpoint's blocks, if it stays in these.
+
+    Raises:
+        UserError: a missing tensor, see ``Checkpoint``, or blocks of other weights, see ``stored.Held``.
+    """
+    directory, specs = Path(directory), transformer.abstract(cfg, dtype, quantise)
+    if not as_stored:
+        return specs, None
+    if (directory / stored.FILE).is_file():
+        held = stored.Held(directory, fingerprint(directory))
+        return stored.specs_in_blocks(specs, lambda path, spec: {held.kinds.get(n, "") for n in source_of(path, spec, cfg).names}), held
+    ckpt = Checkpoint(directory)
+    return stored.specs(specs, lambda path, spec: {ckpt.tensor(name).get_dtype() for name in source_of(path, spec, cfg).names}), None
 
 
 def tensors(params: Any, cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:

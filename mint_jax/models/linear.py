@@ -6,10 +6,9 @@ import jax
 
 from mint_jax.lora.apply import AnyAdapters, add_delta
 from mint_jax.lora.rows import Ends
-from mint_jax.models import blocked, quantised
+from mint_jax.models import quantised, stored
 from mint_jax.models.stacked import LayerOf, products
 from mint_jax.params import ParamSpec
-from pallas_kernels.layer_matmul import blocks
 
 AXES: dict[str, Ends] = {  # logical axes of every projection's in and out dimension
     "q": ("embed", "q_heads"),
@@ -39,7 +38,7 @@ def project(x_BTD: jax.Array, params: dict[str, Any], lora: AnyAdapters | None, 
     """``x W + bias + delta``, ``[B, T, F]``.
 
     The base product runs once over all rows of all policies; ``params[name]`` is ``{"w": [D, F]}``, or
-    ``stacked.LayerOf``, with an optional ``"b": [F]``, or as ``quantised.py`` or ``blocked.py`` has it, and ``lora`` holds this layer's
+    ``stacked.LayerOf``, with an optional ``"b": [F]``, or as ``quantised.py`` or ``stored.py`` has it, and ``lora`` holds this layer's
     adapters.
     """
     return project_each(x_BTD, params, lora, (name,))[0]
@@ -57,7 +56,7 @@ def project_each(x_BTD: jax.Array, params: dict[str, Any], lora: AnyAdapters | N
             if whole:
                 y = quantised.scaled(whole[name], leaf)
             else:
-                y = blocked.matmul(x_BTD, leaf["w"]) if blocks.are(leaf["w"]) else quantised.matmul(x_BTD, leaf)
+                y = stored.matmul(x_BTD, leaf["w"]) if stored.narrower(leaf["w"], x_BTD) else quantised.matmul(x_BTD, leaf)
             y = y.astype(x_BTD.dtype)
             if "b" in leaf:
                 y = y + leaf["b"].astype(y.dtype)[None, None]

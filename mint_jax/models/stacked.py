@@ -22,7 +22,7 @@ class LayerOf(NamedTuple):
     """One layer's matrix, in the place of ``w``.
 
     Attributes:
-        stack: ``[L, D, F]``, or blocks ``[L, P, N, bytes]``, see ``blocked.py``.
+        stack: ``[L, D, F]``, or blocks ``[L, P, N, bytes]``, see ``stored.py``.
         layer: int32.
         kernel: which implementation of ``layer_matmul``, see ``config.Kernels``.
         used: int32, how many tokens of the batch are any, the first ones; None: all.

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from mint_jax.lora.apply import AnyAdapters, SlotBlocks, batch_delta, embedding_delta
 from mint_jax.lora.rows import RowAdapters
-from mint_jax.models import blocked, dsa, experts, mla, mlp, moe, paged, quantised, stacked
+from mint_jax.models import dsa, experts, mla, mlp, moe, paged, quantised, stacked, stored
 from mint_jax.models.attention import Context, Segments, packed_attention
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.linear import matrix, project, project_each
@@ -78,12 +78,12 @@ def attention_specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
 
 def unembed_table(params: Any) -> jax.Array:
     """``[V, D]``: the output matrix, which is the embedding when they are tied."""
-    return blocked.table(_unembed(params))
+    return stored.table(_unembed(params), params["final_norm"].dtype)
 
 
 def unembed_shape(params: Any) -> tuple[int, int]:
     """V and D."""
-    return blocked.table_shape(_unembed(params))
+    return stored.table_shape(_unembed(params))
 
 
 def _unembed(params: Any) -> jax.Array:
@@ -260,7 +260,7 @@ def _attention(h_BTD, p, lora, cache: paged.Cache | None, ctx: Context, cfg: Mod
 def embed(params: Any, lora: AnyAdapters | SlotBlocks | None, tokens_BT: jax.Array) -> jax.Array:
     """Token embeddings ``[B, T, D]``, with the deltas of adapters that target ``embed``."""
     table = params["embed"]["w"]
-    x = blocked.rows(table, tokens_BT)
+    x = stored.rows(table, tokens_BT, params["final_norm"].dtype)
     delta = None if lora is None else embedding_delta(tokens_BT, lora.at("embed"), x.shape[-1], x.dtype)
     return x if delta is None else x + delta
 
@@ -275,13 +275,13 @@ def logits(
         used: int32, how many of the B x T tokens are any, the first ones; None: all.
     """
     table = _unembed(params)
-    chex.assert_shape(h_BTD, (None, None, blocked.table_shape(table)[1]))
+    chex.assert_shape(h_BTD, (None, None, stored.table_shape(table)[1]))
     with jax.named_scope("unembed"):
         if kernel != "xla" and blocks.are(table):
             (out,) = layer_matmul(h_BTD, (table[None],), jnp.int32(0), used, implementation=kernel)
         elif kernel != "xla" and h_BTD.shape[0] * h_BTD.shape[1] <= FEW_ROWS and stacked.one_device():
             (out,) = layer_matmul(h_BTD, (table[None],), jnp.int32(0), used, transposed=True, implementation=kernel)
         else:
-            out = jnp.einsum("BTD,VD->BTV", h_BTD, blocked.table(table), preferred_element_type=jnp.float32)
+            out = jnp.einsum("BTD,VD->BTV", h_BTD, stored.table(table, h_BTD.dtype), preferred_element_type=jnp.float32)
         delta = None if lora is None else batch_delta(h_BTD, lora.at("unembed"), out.shape[-1])
         return out if delta is None else out + delta.astype(jnp.float32)

@@ -40,7 +40,7 @@ def test_a_base_in_blocks_has_the_bytes_of_these_on_one_cpu(capsys, smollm2, mon
     assert dry_run(capsys, name)["bytes"]["devices"]["base"] == 4 * 134_515_008  # over the eight devices of these tests
     monkeypatch.setattr(jax, "devices", lambda one=jax.devices()[:1]: one)
     assert dry_run(capsys, name)["bytes"]["devices"]["base"] == smollm2.nbytes < 134_515_008
-    assert dry_run(capsys, name, "--config.blocks=False")["bytes"]["devices"]["base"] == 4 * 134_515_008
+    assert dry_run(capsys, name, "--config.as_stored=False")["bytes"]["devices"]["base"] == 4 * 134_515_008
 
 
 def test_a_base_that_is_not_here_is_not_fetched(capsys, monkeypatch):

@@ -93,7 +93,7 @@ def test_a_cache_from_before_blocks_is_converted_again_where_that_can_be(tmp_pat
         patch.setattr(base_lib.importlib.util, "find_spec", lambda module: None)
         assert base_lib.resolve(name) == old
     assert len(asked) == 1
-    (old / base_lib.blocked.FILE).write_bytes(b"")
+    (old / base_lib.stored.FILE).write_bytes(b"")
     assert base_lib.resolve(name) == old
     assert len(asked) == 1
 

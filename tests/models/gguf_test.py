@@ -17,8 +17,8 @@ import transformers
 from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.errors import UserError
 from mint_jax.models import base as base_lib
-from mint_jax.models import blocked
 from mint_jax.models import gguf as ours
+from mint_jax.models import stored
 from tests.models.gguf_files import LAYERS, write
 
 
@@ -129,7 +129,7 @@ def test_the_directory_appears_whole_or_not_at_all(tmp_path, rng, monkeypatch):
     (tmp_path / "out" / "stale").touch()
     ours.convert(tmp_path / "tiny.gguf", tmp_path / "out")
     names = {path.name for path in (tmp_path / "out").iterdir()}
-    assert names == {"config.json", "model.safetensors", blocked.FILE, "tokenizer.json", "tokenizer_config.json"}
+    assert names == {"config.json", "model.safetensors", stored.FILE, "tokenizer.json", "tokenizer_config.json"}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,6 @@
-"""A base that stays in its checkpoint's blocks: its numbers, its gradients, and when it is held otherwise."""
+"""A base that stays as its checkpoint has it, in blocks or in 16 bits: its numbers, its gradients, and when it is held otherwise."""
+
+import shutil
 
 import gguf
 import jax
@@ -11,8 +13,8 @@ from mint_jax.errors import UserError
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.mesh import make_mesh
 from mint_jax.models import base as base_lib
-from mint_jax.models import blocked, transformer
 from mint_jax.models import gguf as gguf_lib
+from mint_jax.models import hf, stored, transformer
 from mint_jax.models.config import Kernels
 from mint_jax.models.logprobs import target_logprobs
 from mint_jax.rollout.engine import Engine
@@ -37,7 +39,7 @@ def directory(request, tmp_path_factory):
 @pytest.fixture(scope="module")
 def both(directory, mesh):
     """The base in blocks, and in float32."""
-    return base_lib.load(str(directory), mesh), base_lib.load(str(directory), mesh, blocks=False)
+    return base_lib.load(str(directory), mesh), base_lib.load(str(directory), mesh, as_stored=False)
 
 
 def test_its_numbers_are_those_of_the_checkpoint_beside_it(both):
@@ -45,17 +47,57 @@ def test_its_numbers_are_those_of_the_checkpoint_beside_it(both):
     assert mine.fingerprint == full.fingerprint
     held, plain = (dict(params_lib.leaves_with_path(base.params)) for base in both)
     in_blocks = {path for path, leaf in held.items() if leaf.dtype == np.uint8}
-    tables = {path for path in plain if path in blocked.TABLES}
+    tables = {path for path in plain if path in stored.TABLES}
     matrices = {f"dense/{path}/w" for path in ("attn/q", "attn/k", "attn/v", "attn/o", "mlp/gate", "mlp/up", "mlp/down")}
     assert in_blocks == matrices | tables
     for path in matrices:
-        made = jax.vmap(blocked.blocks.unpack)(held[path])
+        made = jax.vmap(stored.blocks.unpack)(held[path])
         np.testing.assert_array_equal(np.array(made).view(np.int32), np.array(plain[path]).view(np.int32), err_msg=path)
     for path in tables:
-        np.testing.assert_array_equal(blocked.table(held[path]), plain[path], err_msg=path)
-        assert blocked.table_shape(held[path]) == plain[path].shape == (V, D)
+        np.testing.assert_array_equal(stored.table(held[path], jnp.float32), plain[path], err_msg=path)
+        assert stored.table_shape(held[path]) == plain[path].shape == (V, D)
     assert mine.nbytes < full.nbytes / 3
     assert mine.dtype == full.dtype == jnp.float32
+
+
+FAMILIES = ("llama_bias", "qwen3", "qwen3_moe", "moonlight", "glm_dense")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def sixteen(request, hf_dirs, mesh, tmp_path_factory):
+    """A tiny checkpoint in bfloat16, held so and in float32."""
+    folder = tmp_path_factory.mktemp(request.param)
+    base = base_lib.load(str(hf_dirs(request.param)), mesh, "bfloat16")
+    hf.save(base.params, base.cfg, folder)
+    shutil.copy(hf_dirs(request.param) / "config.json", folder)
+    return base_lib.load(str(folder), mesh), base_lib.load(str(folder), mesh, as_stored=False)
+
+
+def test_a_checkpoint_in_sixteen_bits_stays_so_but_for_what_products_do_not_read(sixteen):
+    held, full = (dict(params_lib.leaves_with_path(base.params)) for base in sixteen)
+    assert {leaf.dtype for leaf in full.values()} == {jnp.dtype("float32")}
+    narrow = {path for path, leaf in held.items() if leaf.dtype == jnp.bfloat16}
+    dense = {
+        path for path, leaf in full.items() if path.endswith("/w") and leaf.ndim == 3 and path.split("/")[-2] not in ("router", "kv_b")
+    }
+    assert narrow == dense | {path for path in full if path in stored.TABLES}
+    for path, leaf in full.items():
+        np.testing.assert_array_equal(np.array(held[path], np.float32), leaf, err_msg=path)
+
+
+def test_in_sixteen_bits_training_and_sampling_have_the_bits_of_float32(sixteen, rng):
+    V, states = sixteen[0].cfg.vocab_size, []
+    groups = {"p": [Group(rng.integers(3, V, 5).tolist(), [TrainSequence(rng.integers(3, V, 7).tolist(), [1.0] * 7) for _ in range(2)])]}
+    for base in sixteen:
+        trainer = Trainer(base, [PolicyConfig("p", AdapterConfig(4, 8.0, ("all-linear",)), loss=LossConfig("cross_entropy"))])
+        for _ in range(2):
+            trainer.update(groups)
+        states.append([np.array(leaf) for leaf in jax.tree.leaves(trainer.state)])
+    for mine, other in zip(*states):
+        assert mine.tobytes() == other.tobytes()
+    requests = [Request(tuple(rng.integers(3, V, n).tolist()), max_tokens=8, temperature=1.0, seed=n) for n in (1, 5, 17)]
+    for [mine], [other] in zip(*(Engine(base).generate(requests) for base in sixteen), strict=True):
+        assert (mine.tokens, mine.logprobs) == (other.tokens, other.logprobs)
 
 
 def test_layers_have_the_bits_of_float32_and_logits_are_as_near_as_rounding(both, rng):
@@ -114,7 +156,7 @@ def test_what_it_does_not_serve_is_held_in_full(directory, mesh, monkeypatch):
 
     assert kinds(mesh) == {np.dtype(np.uint8)}
     full = {jnp.dtype("float32")}
-    assert kinds(mesh, blocks=False) == full
+    assert kinds(mesh, as_stored=False) == full
     assert kinds(make_mesh({"data": 2}, jax.devices()[:2])) == full
     assert kinds(mesh, kernels=Kernels(layer_matmul="xla")) == full
     assert kinds(mesh, "bfloat16") == {jnp.dtype("bfloat16")}
@@ -123,9 +165,9 @@ def test_what_it_does_not_serve_is_held_in_full(directory, mesh, monkeypatch):
     def no_compiler():
         raise NotImplementedError("no C++ compiler is there")
 
-    monkeypatch.setattr(blocked.native, "require", no_compiler)
+    monkeypatch.setattr(stored.native, "require", no_compiler)
     assert kinds(mesh) == full
-    assert blocked.why_not(jnp.float32, "", jax.devices()[:1], "auto") == "no C++ compiler is there"
+    assert stored.why_not(jnp.float32, "", jax.devices()[:1], "auto") == "no C++ compiler is there"
 
 
 OTHERS = [("Q8_0", "Q8_0", 128), ("Q4_1", "Q4_1", 128), ("Q4_1", "Q8_0", 96), ("F16", "F16", 128)]
@@ -146,10 +188,10 @@ def test_blocks_of_other_weights_are_refused(tmp_path, mesh, rng):
     for name in ("one", "other"):
         write(tmp_path / f"{name}.gguf", rng, True, kinds.Q4_1, table=kinds.Q8_0, F=F, heads=(4, 4), V=V)
         gguf_lib.convert(tmp_path / f"{name}.gguf", tmp_path / name)
-    (tmp_path / "one" / blocked.FILE).write_bytes((tmp_path / "other" / blocked.FILE).read_bytes())
+    (tmp_path / "one" / stored.FILE).write_bytes((tmp_path / "other" / stored.FILE).read_bytes())
     with pytest.raises(UserError, match="is of other weights than those beside it: remove it"):
         base_lib.load(str(tmp_path / "one"), mesh)
-    (tmp_path / "one" / blocked.FILE).write_bytes(b"cut short")
+    (tmp_path / "one" / stored.FILE).write_bytes(b"cut short")
     with pytest.raises(UserError, match="cannot be read"):
         base_lib.load(str(tmp_path / "one"), mesh)
-    assert base_lib.load(str(tmp_path / "one"), mesh, blocks=False).params["embed"]["w"].dtype == jnp.float32
+    assert base_lib.load(str(tmp_path / "one"), mesh, as_stored=False).params["embed"]["w"].dtype == jnp.float32

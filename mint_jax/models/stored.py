@@ -1,12 +1,14 @@
-"""A base that stays in the blocks of its checkpoint: a sixth of the bytes of float32, and bit for bit its numbers.
+"""A float32 base whose weights stay as its checkpoint has them: a half or a sixth of the bytes, and bit for bit the same numbers.
 
-A checkpoint converted from 4 bits (``gguf.py``) has its weights in float32, for everyone, and beside them ``model.blocks`` with the same in
-the blocks that they came in. One CPU with the kernels of ``pallas_kernels.layer_matmul`` holds these instead: decoding is bound by the
-bytes of the weights. A training step unpacks each layer when it comes to it, where it would copy it out of the stack.
+Most checkpoints have bfloat16. One converted from 4 bits (``gguf.py``) has its weights in float32, for everyone, and beside them
+``model.blocks`` with the same in the blocks that they came in. One CPU with the kernels of ``pallas_kernels.layer_matmul`` holds these:
+decoding is bound by the bytes of the weights. Products are float32's, so norms, the router, the latents' expansion and routed experts are
+held in that. A training step unpacks each layer when it comes to it, where it would copy it out of the stack.
 
 Axes: B rows, T tokens, L layers, D in, F out, V vocab, P and N panels and blocks, see ``pallas_kernels.layer_matmul.blocks``.
 """
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -27,7 +29,7 @@ from pallas_kernels.layer_matmul import blocks, unpack
 
 FILE = "model.blocks"
 TABLES = ("embed/w", "unembed/w")
-MATRIX, TABLE = "Q4_1", "Q8_0"  # the kinds that are held so
+MATRIX, TABLE = "Q4_1", "Q8_0"  # the kinds of blocks that are held so
 
 
 def save(tensors: Mapping[str, tuple[str, np.ndarray]], fingerprint: str, directory: Path) -> None:
@@ -65,7 +67,7 @@ class Held:
 
 
 def why_not(dtype: Any, quantise: str, devices: Sequence[Any], kernel: str) -> str:
-    """Why this machine and these settings hold a base's weights in full; empty where its blocks serve."""
+    """Why this machine and these settings hold a base's weights in full; empty where they may stay as they are stored."""
     if quantise or dtype != jnp.float32 or kernel == "xla":
         return "settings ask for other weights or products"
     if len(devices) > 1 or devices[0].platform != "cpu":
@@ -77,7 +79,29 @@ def why_not(dtype: Any, quantise: str, devices: Sequence[Any], kernel: str) -> s
     return ""
 
 
+def _matrices(flat: Mapping[str, ParamSpec]) -> set[str]:
+    """Paths of the layers' dense matrices."""
+    return {path for path, spec in flat.items() if path.endswith("/w") and len(spec.shape) == 3 and path.split("/")[-2] not in KEPT}
+
+
 def specs(tree: Any, kind_of: Callable[[str, ParamSpec], set[str]]) -> Any:
+    """The specs of a base in 16 bits: all matrices of the layers, if all come in them, and each table that does.
+
+    Args:
+        tree: the specs in float32.
+        kind_of: path and spec -> dtypes of its tensors, as safetensors calls them.
+    """
+    flat = dict(params_lib.leaves_with_path(tree))
+    matrices = _matrices(flat)
+    if not all(kind_of(path, flat[path]) == {"BF16"} for path in matrices):
+        matrices = set()
+    for path, spec in flat.items():
+        if path in matrices or (path in TABLES and kind_of(path, spec) == {"BF16"}):
+            flat[path] = dataclasses.replace(spec, dtype=jnp.bfloat16)
+    return params_lib.nest(flat)
+
+
+def specs_in_blocks(tree: Any, kind_of: Callable[[str, ParamSpec], set[str]]) -> Any:
     """The specs of a base in blocks: all matrices of the layers, if all come in blocks that fit, and each table that does.
 
     Args:
@@ -85,7 +109,7 @@ def specs(tree: Any, kind_of: Callable[[str, ParamSpec], set[str]]) -> Any:
         kind_of: path and spec -> kinds of its tensors, ``""`` for what comes in none.
     """
     flat = dict(params_lib.leaves_with_path(tree))
-    matrices = {path for path, spec in flat.items() if path.endswith("/w") and len(spec.shape) == 3 and path.split("/")[-2] not in KEPT}
+    matrices = _matrices(flat)
     if not all(kind_of(path, flat[path]) == {MATRIX} and blocks.fit(*flat[path].shape[1:]) for path in matrices):
         matrices = set()
     for path, spec in flat.items():
@@ -98,22 +122,32 @@ def specs(tree: Any, kind_of: Callable[[str, ParamSpec], set[str]]) -> Any:
     return params_lib.nest(flat)
 
 
+def narrower(w: jax.Array, x: jax.Array) -> bool:
+    """Whether a matrix is held in fewer bits than the float32 that it is multiplied in, and without a scale: see ``quantised.py``."""
+    return blocks.are(w) or (w.dtype == jnp.bfloat16 and x.dtype == jnp.float32)
+
+
 @jax.custom_vjp
 def matmul(x_BTD: jax.Array, w: jax.Array) -> jax.Array:
-    """``x W`` in float32, ``[B, T, F]``, of one layer's blocks ``[P, N, bytes]``; unpacked again for the gradient, not kept."""
-    return jnp.einsum("BTD,DF->BTF", x_BTD, unpack(w), preferred_element_type=jnp.float32)
+    """``x W`` in float32, ``[B, T, F]``, of one layer's matrix as it is held; put in full again for the gradient, not kept."""
+    return jnp.einsum("BTD,DF->BTF", x_BTD, _full(w), preferred_element_type=jnp.float32)
+
+
+def _full(w: jax.Array) -> jax.Array:
+    """``[D, F]`` float32."""
+    return unpack(w) if blocks.are(w) else w.astype(jnp.float32)
 
 
 def _backward(w: jax.Array, g_BTF: jax.Array) -> tuple[jax.Array, None]:
-    return jnp.einsum("BTF,DF->BTD", g_BTF, unpack(w)), None
+    return jnp.einsum("BTF,DF->BTD", g_BTF, _full(w)), None
 
 
 matmul.defvjp(lambda x, w: (matmul(x, w), w), _backward)
 
 
-def table(w: jax.Array) -> jax.Array:
-    """The table ``[V, D]`` of an embedding as it is held."""
-    return unpack(w, transposed=True) if blocks.are(w) else w
+def table(w: jax.Array, dtype: Any) -> jax.Array:
+    """The table ``[V, D]`` of an embedding as it is held, in the base's dtype."""
+    return unpack(w, transposed=True) if blocks.are(w) else w.astype(dtype)
 
 
 def table_shape(w: jax.Array) -> tuple[int, int]:
@@ -122,6 +156,6 @@ def table_shape(w: jax.Array) -> tuple[int, int]:
     return V, D
 
 
-def rows(w: jax.Array, at: jax.Array) -> jax.Array:
-    """Rows ``[..., D]`` of an embedding as it is held, at int32 ``[...]``."""
-    return blocks.columns(w, at) if blocks.are(w) else w[at]
+def rows(w: jax.Array, at: jax.Array, dtype: Any) -> jax.Array:
+    """Rows ``[..., D]`` of an embedding as it is held, at int32 ``[...]``, in the base's dtype."""
+    return blocks.columns(w, at) if blocks.are(w) else w[at].astype(dtype)
