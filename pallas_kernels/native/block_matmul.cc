@@ -18,7 +18,7 @@ namespace {
 
 constexpr int64_t kColumns = 64, kDepth = 32;
 constexpr int kRows = 6, kVectors = 4;
-constexpr int64_t kAhead = 3;  // blocks that are fetched ahead: 4 KB
+constexpr int64_t kAhead = 8;  // blocks that are fetched ahead: 10 KB
 
 struct Four {
   F16 d[kColumns], m[kColumns];
