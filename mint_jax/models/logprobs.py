@@ -41,7 +41,7 @@ def target_logprobs(
     if lora is not None and lora.at("unembed").targeted:
         return _with_adapters(params, lora, h_BMD, targets_BM, inverse_temperature_BM)
     of = _frozen if targets_BM.ndim == 2 else _frozen_many
-    return of(h_BMD, jax.lax.stop_gradient(unembed_table(params)), targets_BM, inverse_temperature_BM)
+    return of(h_BMD, jax.lax.stop_gradient(unembed_table(params, h_BMD.dtype)), targets_BM, inverse_temperature_BM)
 
 
 def _slice_count(rows: int, positions: int, vocab: int) -> int:
@@ -164,7 +164,7 @@ def _with_adapters(params, lora, h_BMD, targets_BM, sharp_BM):
     """Adapters on the unembedding need the logits' own gradient: slices over positions, recomputed backwards."""
     n = _slice_count(h_BMD.shape[0], h_BMD.shape[1], unembed_shape(params)[0])
 
-    params = {"unembed": {"w": unembed_table(params)}}  # unpacked once, not for every slice
+    params = {"unembed": {"w": unembed_table(params, h_BMD.dtype)}}  # unpacked once, not for every slice
 
     @jax.checkpoint
     def one(slice_):

@@ -146,8 +146,8 @@ matmul.defvjp(lambda x, w: (matmul(x, w), w), _backward)
 
 
 def table(w: jax.Array, dtype: Any) -> jax.Array:
-    """The table ``[V, D]`` of an embedding as it is held, in the base's dtype."""
-    return unpack(w, transposed=True) if blocks.are(w) else w.astype(dtype)
+    """The table ``[V, D]`` of an embedding as it is held, in ``dtype`` at least."""
+    return unpack(w, transposed=True) if blocks.are(w) else w.astype(jnp.promote_types(w.dtype, dtype))
 
 
 def table_shape(w: jax.Array) -> tuple[int, int]:

@@ -76,9 +76,9 @@ def attention_specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
     return attn
 
 
-def unembed_table(params: Any) -> jax.Array:
-    """``[V, D]``: the output matrix, which is the embedding when they are tied."""
-    return stored.table(_unembed(params), params["final_norm"].dtype)
+def unembed_table(params: Any, dtype: Any) -> jax.Array:
+    """``[V, D]`` in ``dtype`` at least: the output matrix, which is the embedding when they are tied."""
+    return stored.table(_unembed(params), dtype)
 
 
 def unembed_shape(params: Any) -> tuple[int, int]:
