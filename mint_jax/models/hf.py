@@ -229,7 +229,7 @@ def _read_quantised(ckpt: Checkpoint, source: Source, kind: str, leaf: str, inde
     return _stack(source, index, one)
 
 
-def _read_held(held: stored.Held, source: Source, index: tuple[slice, ...]) -> np.ndarray:
+def _read_held(held: stored.BlockFile, source: Source, index: tuple[slice, ...]) -> np.ndarray:
     """The blocks of a leaf; one device has all of it."""
     return _stack(source, index, lambda name, index: held.tensor(name)[index])
 
@@ -301,17 +301,17 @@ def load(
     return params_lib.map_with_path(leaf, specs)
 
 
-def resident_specs(directory: str | Path, cfg: ModelConfig, dtype: Any, quantise: str, as_stored: bool) -> tuple[Any, stored.Held | None]:
+def resident_specs(directory: str | Path, cfg: ModelConfig, dtype: Any, quantise: str, as_stored: bool) -> tuple[Any, stored.BlockFile | None]:
     """The specs of a base as it is held; and the checkpoint's blocks, if it stays in these.
 
     Raises:
-        UserError: a missing tensor, see ``Checkpoint``, or blocks of other weights, see ``stored.Held``.
+        UserError: a missing tensor, see ``Checkpoint``, or blocks of other weights, see ``stored.BlockFile``.
     """
     directory, specs = Path(directory), transformer.abstract(cfg, dtype, quantise)
     if not as_stored:
         return specs, None
     if (directory / stored.FILE).is_file():
-        held = stored.Held(directory, fingerprint(directory))
+        held = stored.BlockFile(directory, fingerprint(directory))
         return stored.specs_in_blocks(specs, lambda path, spec: {held.kinds.get(n, "") for n in source_of(path, spec, cfg).names}), held
     ckpt = Checkpoint(directory)
     return stored.specs(specs, lambda path, spec: {ckpt.tensor(name).get_dtype() for name in source_of(path, spec, cfg).names}), None

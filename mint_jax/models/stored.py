@@ -43,7 +43,7 @@ def save(tensors: Mapping[str, tuple[str, np.ndarray]], fingerprint: str, direct
     save_file({name: np.ascontiguousarray(rows) for name, (_, rows) in tensors.items()}, directory / FILE, metadata=about)
 
 
-class Held:
+class BlockFile:
     """The blocks of a checkpoint.
 
     Raises:
