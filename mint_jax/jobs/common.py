@@ -189,8 +189,8 @@ def open_base(config: Config) -> Base:
     multihost.require_same("the base", lambda: base.fingerprint)
     processes = f" of {multihost.count()} processes" if multihost.count() > 1 else ""
     say(
-        f"base {base.name}: {base.nbytes / 1e6:.0f} MB in {base.weights} on {devices.size} device(s){processes} in {time.monotonic() - began:.1f} s, "
-        f"resident {host.rss_bytes() / 1e9:.2f} GB"
+        f"base {base.name}: {base.nbytes / 1e6:.0f} MB in {base.weights} on {devices.size} device(s){processes} "
+        f"in {time.monotonic() - began:.1f} s, resident {host.rss_bytes() / 1e9:.2f} GB"
     )
     return base
 

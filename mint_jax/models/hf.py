@@ -301,7 +301,9 @@ def load(
     return params_lib.map_with_path(leaf, specs)
 
 
-def resident_specs(directory: str | Path, cfg: ModelConfig, dtype: Any, quantise: str, as_stored: bool) -> tuple[Any, stored.BlockFile | None]:
+def resident_specs(
+    directory: str | Path, cfg: ModelConfig, dtype: Any, quantise: str, as_stored: bool
+) -> tuple[Any, stored.BlockFile | None]:
     """The specs of a base as it is held; and the checkpoint's blocks, if it stays in these.
 
     Raises:

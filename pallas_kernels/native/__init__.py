@@ -25,7 +25,7 @@ import jaxlib
 
 _HERE = Path(__file__).parent
 SOURCES = ("layer_matmul.cc", "block_matmul.cc", "slot_lora.cc", "paged_attention.cc", "draw.cc")
-HEADERS = ("threads.h", "vectors.h")
+HEADERS = ("products.h", "threads.h", "vectors.h")
 TARGETS = ("mint_layer_matmul", "mint_block_matmul", "mint_block_unpack", "mint_slot_lora", "mint_paged_attention", "mint_draw")
 # No -ffast-math: a NaN has to stay one, and sums are in the order that they are written in. What is fused says so (multiply_add): left to
 # the compiler it is fused in some loops and not in others, and a row's bits depend on which loop had it.

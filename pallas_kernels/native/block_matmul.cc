@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "threads.h"
+#include "products.h"
 #include "vectors.h"
 
 namespace ffi = xla::ffi;
@@ -94,39 +94,15 @@ inline void multiply_block(Vec (&acc)[R][V], const float* a, int64_t stride, con
   }
 }
 
-template <typename Block>
-struct Products {
-  struct One {
-    const Block* w;
-    int64_t F;
-    float* out;
-  };
-  std::vector<One> all;
-  const float* x;
-  int64_t M, D, room;  // rows in use, their width, and all rows
-
-  // Calls work(one, panel's blocks, its first column) for all panels, a task each; rows that are not in use get zeros.
-  template <typename Work>
-  void by_panels(ffi::ThreadPool& pool, const Work& work) const {
-    int64_t tasks = 0;
-    for (const One& one : all) tasks += one.F / kColumns;
-    over_tasks(pool, tasks, M * D * tasks * kColumns > (1 << 16), [&](int64_t p) {
-      for (const One& one : all) {
-        if (p >= one.F / kColumns) {
-          p -= one.F / kColumns;
-          continue;
-        }
-        int64_t first = p * kColumns;
-        for (int64_t m = M; m < room; ++m) std::memset(one.out + m * one.F + first, 0, kColumns * sizeof(float));
-        return work(one, one.w + p * (D / kDepth), first);
-      }
-    });
-  }
-};
+// Calls work(one, panel's blocks, its first column) for all panels.
+template <typename Block, typename Work>
+void by_panels(ffi::ThreadPool& pool, const Products<Block>& of, const Work& work) {
+  of.by_parts(pool, kColumns, [&](const auto& one, int64_t p) { work(one, one.w + p * (of.D / kDepth), p * kColumns); });
+}
 
 template <int R, int V, typename Block>
 void few(ffi::ThreadPool& pool, const Products<Block>& of) {
-  of.by_panels(pool, [&](const auto& one, const Block* b, int64_t first) {
+  by_panels(pool, of, [&](const auto& one, const Block* b, int64_t first) {
     for (int64_t column = 0; column < kColumns; column += V * kLanes) {
       Vec acc[R][V] = {};
       for (int64_t n = 0; n < of.D / kDepth; ++n) {
@@ -159,7 +135,7 @@ void rows_of(const float* a, int64_t D, const float* w, float* out, int64_t F) {
 template <typename Block>
 void many(ffi::ThreadPool& pool, const Products<Block>& of) {
   int64_t D = of.D, blocks = (of.M + kRows - 1) / kRows;
-  of.by_panels(pool, [&](const auto& one, const Block* b, int64_t first) {
+  by_panels(pool, of, [&](const auto& one, const Block* b, int64_t first) {
     thread_local std::vector<float> copy;
     copy.resize(D * kColumns);
     for (int64_t n = 0; n < D / kDepth; ++n) {
@@ -183,7 +159,7 @@ void many(ffi::ThreadPool& pool, const Products<Block>& of) {
 template <typename Block>
 void multiply_all(ffi::ThreadPool& pool, const Products<Block>& of) {
   switch (of.M) {
-    case 0: return of.by_panels(pool, [](const auto&, const Block*, int64_t) {});
+    case 0: return by_panels(pool, of, [](const auto&, const Block*, int64_t) {});
     case 1: return few<1, 4>(pool, of);
     case 2: return few<2, 4>(pool, of);
     case 3: return few<3, 4>(pool, of);

@@ -233,8 +233,18 @@ inline void transpose(const float* in, int64_t stride_in, float* out, int64_t st
   }
 }
 #else
+#if defined(__clang__)
+#define PICK(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#else
+#define PICK(x, y, ...) __builtin_shuffle(x, y, (IVec){__VA_ARGS__})
+#endif
 inline void transpose(const float* in, int64_t stride_in, float* out, int64_t stride_out) {
-  for (int i = 0; i < kLanes; ++i)
-    for (int j = 0; j < kLanes; ++j) out[j * stride_out + i] = in[i * stride_in + j];
+  Vec a = load(in), b = load(in + stride_in), c = load(in + 2 * stride_in), d = load(in + 3 * stride_in);
+  Vec low = PICK(a, b, 0, 4, 1, 5), high = PICK(a, b, 2, 6, 3, 7), low2 = PICK(c, d, 0, 4, 1, 5), high2 = PICK(c, d, 2, 6, 3, 7);
+  store(out, PICK(low, low2, 0, 1, 4, 5));
+  store(out + stride_out, PICK(low, low2, 2, 3, 6, 7));
+  store(out + 2 * stride_out, PICK(high, high2, 0, 1, 4, 5));
+  store(out + 3 * stride_out, PICK(high, high2, 2, 3, 6, 7));
 }
+#undef PICK
 #endif
