@@ -108,6 +108,7 @@ def _prepare() -> None:
     host.leave_out_absent_tpu()
     host.threads_for_simulated_devices()
     host.keep_freed_memory()
+    host.run_in_the_calling_thread()
     host.use_compilation_cache(base_lib.cache_dir() / "compiled")
     compiling.announce()
 

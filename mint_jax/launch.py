@@ -161,6 +161,7 @@ def main(argv: Sequence[str]) -> None:
     workdir = Path(args.workdir).expanduser() if args.workdir else default_workdir(args.config, config.job)
     host.threads_for_simulated_devices()
     host.keep_freed_memory()
+    host.run_in_the_calling_thread()
     multihost.join(detect=args.distributed is not None, expected=args.distributed or 0)
     if multihost.count() > 1:
         host.keep_stdout()

@@ -66,6 +66,23 @@ def test_holes_of_the_heap_are_given_back():
     assert int(after) < int(held) - (28 << 20)
 
 
+IN_TURN = """
+import sys
+import jax, jax.numpy as jnp
+from mint_jax import host
+if sys.argv[1] == "here":
+    host.run_in_the_calling_thread()
+x = jnp.ones((700, 700))
+print(jax.jit(lambda x: jax.lax.fori_loop(0, 20, lambda _, y: jnp.tanh(y @ x), x))(x).is_ready())
+"""
+
+
+def test_a_program_has_ended_when_its_call_returns():
+    """One of a tenth of a second: in a thread of JAX's own it has not."""
+    assert run(IN_TURN, "here") == ["True"]
+    assert run(IN_TURN, "elsewhere") == ["False"]
+
+
 CACHE = """
 import sys
 import jax, jax.numpy as jnp, numpy as np

@@ -5,11 +5,11 @@ sample the same number of tokens (it is checked). Rewards of the tasks take micr
 time of a verifier elsewhere for a second series (``ratio_P_waiting``), since gaps are what overlapping fills. ``busy`` is the share of
 the time in which the devices work on a rollout or an update; ``timeline`` has the phases of each schedule's last call.
 
-What the batched schedule's peak has more, of 8 policies on SmolLM2 in float32, is what is in work at once. By XLA's own count the
-training step had 205 MB of temporaries where that of one policy had 28: 50 for a slice of logits (at most ``logprobs.SLICE_BYTES``,
-whatever the batch), as much for its exponentials, which take the logits' memory since, 80 for the gradients of the batch's policies, 24
-for the layers' inputs. The cache, which is freed before the update, has 64 pages where one policy's samples take 16, 94 MB and 24; on a
-CPU the engine gives the heap's holes back then (``host.give_back_freed_memory``). No base and no optimizer state is in it.
+What the batched schedule's peak has more, of 8 policies on SmolLM2 in blocks, is what is in work at once: a cache of 48 pages, 71 MB,
+where one policy's samples take 16, 24 MB, and in the training step's 76 MB of temporaries the gradients of a pass's policies (27) and the
+inputs of their layers (12). On a CPU the process shows it only because nothing is held twice: temporaries are freed before the next
+program takes its own (``host.run_in_the_calling_thread``), and what a rollout leaves is given back (``host.give_back_freed_memory``).
+No base and no optimizer state is in it.
 """
 
 import time
@@ -182,6 +182,7 @@ def _memory(config: dict[str, Any], n: int, open_base: Callable[[Any], Base], ma
 def _peak(config: dict[str, Any], name: str, open_base: Callable[[Any], Base], make_grpo: Callable[[Any, Base], Any]) -> int:
     """Peak bytes of one schedule: of the device where it counts them, of the process where the host is the device."""
     host.keep_freed_memory()
+    host.run_in_the_calling_thread()
     host.use_compilation_cache(cache_dir() / "compiled")
     side = _Side(make_grpo(config, open_base(config)), name, config["steps"], 0.0)
     for _ in range(2):  # the first call may compile

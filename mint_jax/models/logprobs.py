@@ -15,9 +15,11 @@ import jax.numpy as jnp
 
 from mint_jax import sharding
 from mint_jax.lora.apply import AnyAdapters, SlotBlocks
-from mint_jax.models.transformer import logits, unembed_shape, unembed_table
+from mint_jax.models import stored
+from mint_jax.models.transformer import logits, unembed_held, unembed_shape, unembed_table
 
 SLICE_BYTES = 64 << 20  # bound on one device's float32 logits of a slice, which has one position of every row at least
+PART_BYTES = 8 << 20  # of a table held in fewer bits, what is in float32 at once
 
 
 def target_logprobs(
@@ -29,7 +31,9 @@ def target_logprobs(
 ) -> jax.Array:
     """``log p(target | h)`` in float32, ``[B, M]``; differentiable in ``h`` and in adapters of ``unembed``.
 
-    Memory is bounded by ``SLICE_BYTES``, or one position of every row, whatever M and V are.
+    Memory is bounded by ``SLICE_BYTES``, or one position of every row, whatever M and V are. A table that is held in fewer bits than it
+    is multiplied in comes in parts of ``PART_BYTES``, each read once, with the softmax summed as they come: neither it nor the logits are
+    ever there whole (SmolLM2's are 113 MB, and 25 for 128 positions).
 
     Args:
         targets_BM: or ``[B, M, K]``, several of one distribution (soft targets): one pass over the vocabulary serves all of a
@@ -41,7 +45,18 @@ def target_logprobs(
     if lora is not None and lora.at("unembed").targeted:
         return _with_adapters(params, lora, h_BMD, targets_BM, inverse_temperature_BM)
     of = _frozen if targets_BM.ndim == 2 else _frozen_many
-    return of(h_BMD, jax.lax.stop_gradient(unembed_table(params, h_BMD.dtype)), targets_BM, inverse_temperature_BM)
+    held = unembed_held(params)
+    table = held if _in_parts(held, h_BMD) else stored.table(held, h_BMD.dtype)
+    return of(h_BMD, jax.lax.stop_gradient(table), targets_BM, inverse_temperature_BM)
+
+
+def _part_rows(table: jax.Array) -> int:
+    """How many of a table's rows are a part: whole panels of those in blocks."""
+    return max(1, PART_BYTES // (4 * stored.table_shape(table)[1] * 64)) * 64
+
+
+def _in_parts(table: jax.Array, h: jax.Array) -> bool:
+    return stored.narrower(table, h) and stored.table_shape(table)[0] > _part_rows(table)
 
 
 def _slice_count(rows: int, positions: int, vocab: int) -> int:
@@ -77,13 +92,20 @@ def _log_softmax_at(z_BCV: jax.Array, y_BC: jax.Array, sharp_BC: jax.Array | Non
 
 
 @jax.custom_vjp
-def _frozen(h_BMD, table_VD, targets_BM, sharp_BM):
+def _frozen(h_BMD, table, targets_BM, sharp_BM):
     def one(slice_):
         h_BCD, y_BC, sharp_BC = slice_
-        z_BCV = jnp.einsum("BCD,VD->BCV", h_BCD, table_VD, preferred_element_type=jnp.float32)
+        if _in_parts(table, h_BCD):
+            return _by_parts(h_BCD, table, y_BC, sharp_BC, with_mean=False)[0]
+        z_BCV = jnp.einsum("BCD,VD->BCV", h_BCD, table, preferred_element_type=jnp.float32)
         return _log_softmax_at(z_BCV, y_BC, sharp_BC)[0]
 
-    return _over_slices(one, (h_BMD, targets_BM, sharp_BM), table_VD.shape[0])
+    return _over_slices(one, (h_BMD, targets_BM, sharp_BM), _logits_width(table, h_BMD))
+
+
+def _logits_width(table, h):
+    """Logits of a position that are there at once."""
+    return _part_rows(table) if _in_parts(table, h) else table.shape[0]
 
 
 def _over_slices(one, inputs, vocab):
@@ -100,24 +122,63 @@ def _mapped(one, inputs, n):
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(B, -1, *x.shape[3:])[:, :M], out)
 
 
-def _log_probs_and_mean(h_BCD, table_VD, y_BC, sharp_BC):
+def _by_parts(h_BCD, table, y_BC, sharp_BC, with_mean) -> tuple[jax.Array, Any]:
+    """``_log_probs_and_mean`` of a table that comes in parts; the mean is None where it is not asked for."""
+    V, D = stored.table_shape(table)
+    rows = _part_rows(table)
+    h_ND = h_BCD.reshape(-1, D)
+    N = h_ND.shape[0]
+    y_NK = y_BC.reshape(N, -1)
+    sharp_N1 = jnp.ones((N, 1), jnp.float32) if sharp_BC is None else sharp_BC.reshape(N, 1)
+
+    def add(first, part, sums):
+        """Takes the part whose first row is ``first`` into the sums, which are relative to the greatest logit so far."""
+        top_N1, total_N1, picked_NK, mean_ND = sums
+        w_VD = stored.table(part, h_ND.dtype)
+        z_NV = jnp.einsum("ND,VD->NV", h_ND, w_VD, preferred_element_type=jnp.float32)
+        at_NK = y_NK - first
+        here_NK = jnp.take_along_axis(z_NV, jnp.clip(at_NK, 0, len(w_VD) - 1), axis=-1)
+        picked_NK = jnp.where((at_NK >= 0) & (at_NK < len(w_VD)), here_NK, picked_NK)
+        new_N1 = jnp.maximum(top_N1, jnp.max(z_NV, axis=-1, keepdims=True))
+        before_N1 = jnp.exp((top_N1 - new_N1) * sharp_N1)
+        e_NV = jnp.exp((z_NV - new_N1) * sharp_N1)
+        total_N1 = total_N1 * before_N1 + jnp.sum(e_NV, axis=-1, keepdims=True)
+        if mean_ND is not None:
+            mean_ND = mean_ND * before_N1 + jnp.einsum("NV,VD->ND", e_NV, w_VD, preferred_element_type=jnp.float32)
+        return new_N1, total_N1, picked_NK, mean_ND
+
+    each = table.shape[0] * rows // V  # panels, or rows
+    whole = V // rows
+    zero_N1 = jnp.zeros((N, 1), jnp.float32)
+    sums = zero_N1 - jnp.inf, zero_N1, jnp.zeros(y_NK.shape, jnp.float32), jnp.zeros((N, D), jnp.float32) if with_mean else None
+    sums = jax.lax.fori_loop(0, whole, lambda i, s: add(i * rows, jax.lax.dynamic_slice_in_dim(table, i * each, each), s), sums)
+    if V % rows:
+        sums = add(whole * rows, table[whole * each :], sums)
+    top_N1, total_N1, picked_NK, mean_ND = sums
+    logp_NK = (picked_NK - top_N1) * sharp_N1 - jnp.log(total_N1)
+    return logp_NK.reshape(y_BC.shape), None if mean_ND is None else (mean_ND / total_N1).reshape(h_BCD.shape)
+
+
+def _log_probs_and_mean(h_BCD, table, y_BC, sharp_BC):
     """The log-probabilities of a slice, and ``p W``, the mean row of the table under the model's own distribution, while the slice's
     exponentials are there: the second of the two products of this pass, and what the backward pass would otherwise have to compute the
     logits again for."""
-    z_BCV = jnp.einsum("BCD,VD->BCV", h_BCD, table_VD, preferred_element_type=jnp.float32)
+    if _in_parts(table, h_BCD):
+        return _by_parts(h_BCD, table, y_BC, sharp_BC, with_mean=True)
+    z_BCV = jnp.einsum("BCD,VD->BCV", h_BCD, table, preferred_element_type=jnp.float32)
     logp_BC, e_NV, total_N1 = _log_softmax_at(z_BCV, y_BC, sharp_BC)
-    mean_ND = jnp.einsum("NV,VD->ND", e_NV.astype(table_VD.dtype), table_VD, preferred_element_type=jnp.float32)
+    mean_ND = jnp.einsum("NV,VD->ND", e_NV.astype(table.dtype), table, preferred_element_type=jnp.float32)
     return logp_BC, (mean_ND / total_N1).reshape(h_BCD.shape)
 
 
-def _frozen_forward(h_BMD, table_VD, targets_BM, sharp_BM):
+def _frozen_forward(h_BMD, table, targets_BM, sharp_BM):
     def one(slice_):
         h_BCD, y_BC, sharp_BC = slice_
-        logp_BC, mean_BCD = _log_probs_and_mean(h_BCD, table_VD, y_BC, sharp_BC)
-        dh_BCD = table_VD[y_BC].astype(jnp.float32) - mean_BCD
+        logp_BC, mean_BCD = _log_probs_and_mean(h_BCD, table, y_BC, sharp_BC)
+        dh_BCD = stored.rows(table, y_BC, jnp.float32) - mean_BCD
         return logp_BC, (dh_BCD if sharp_BC is None else dh_BCD * sharp_BC[..., None]).astype(h_BCD.dtype)
 
-    return _over_slices(one, (h_BMD, targets_BM, sharp_BM), table_VD.shape[0])
+    return _over_slices(one, (h_BMD, targets_BM, sharp_BM), _logits_width(table, h_BMD))
 
 
 def _frozen_backward(dh_BMD, g_BM):
@@ -128,26 +189,26 @@ _frozen.defvjp(_frozen_forward, _frozen_backward)
 
 
 @jax.custom_vjp
-def _frozen_many(h_BMD, table_VD, targets_BMK, sharp_BM):
-    return _frozen(h_BMD, table_VD, targets_BMK, sharp_BM)
+def _frozen_many(h_BMD, table, targets_BMK, sharp_BM):
+    return _frozen(h_BMD, table, targets_BMK, sharp_BM)
 
 
-def _many_forward(h_BMD, table_VD, targets_BMK, sharp_BM):
+def _many_forward(h_BMD, table, targets_BMK, sharp_BM):
     def one(slice_):
         h_BCD, y_BCK, sharp_BC = slice_
-        logp_BCK, mean_BCD = _log_probs_and_mean(h_BCD, table_VD, y_BCK, sharp_BC)
+        logp_BCK, mean_BCD = _log_probs_and_mean(h_BCD, table, y_BCK, sharp_BC)
         return logp_BCK, mean_BCD.astype(h_BCD.dtype)
 
-    logp_BMK, mean_BMD = _over_slices(one, (h_BMD, targets_BMK, sharp_BM), table_VD.shape[0])
-    return logp_BMK, (mean_BMD, table_VD, targets_BMK, sharp_BM)
+    logp_BMK, mean_BMD = _over_slices(one, (h_BMD, targets_BMK, sharp_BM), _logits_width(table, h_BMD))
+    return logp_BMK, (mean_BMD, table, targets_BMK, sharp_BM)
 
 
 def _many_backward(kept, g_BMK):
-    mean_BMD, table_VD, targets_BMK, sharp_BM = kept
+    mean_BMD, table, targets_BMK, sharp_BM = kept
 
     def one(slice_):
         mean_BCD, y_BCK, g_BCK, sharp_BC = slice_
-        rows_BCD = jnp.einsum("BCK,BCKD->BCD", g_BCK, table_VD[y_BCK].astype(jnp.float32))
+        rows_BCD = jnp.einsum("BCK,BCKD->BCD", g_BCK, stored.rows(table, y_BCK, jnp.float32))
         dh_BCD = rows_BCD - jnp.sum(g_BCK, axis=-1, keepdims=True) * mean_BCD
         return (dh_BCD if sharp_BC is None else dh_BCD * sharp_BC[..., None]).astype(mean_BCD.dtype)
 

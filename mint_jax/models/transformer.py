@@ -78,16 +78,16 @@ def attention_specs(cfg: ModelConfig, L: int, dtype: Any) -> dict[str, Any]:
 
 def unembed_table(params: Any, dtype: Any) -> jax.Array:
     """``[V, D]`` in ``dtype`` at least: the output matrix, which is the embedding when they are tied."""
-    return stored.table(_unembed(params), dtype)
+    return stored.table(unembed_held(params), dtype)
 
 
 def unembed_shape(params: Any) -> tuple[int, int]:
     """V and D."""
-    return stored.table_shape(_unembed(params))
+    return stored.table_shape(unembed_held(params))
 
 
-def _unembed(params: Any) -> jax.Array:
-    """As it is held."""
+def unembed_held(params: Any) -> jax.Array:
+    """The output matrix as it is held, see ``stored.py``."""
     return (params["unembed"] if "unembed" in params else params["embed"])["w"]
 
 
@@ -274,7 +274,7 @@ def logits(
         kernel: which implementation of ``layer_matmul`` serves few rows on one device. Only XLA's has a gradient.
         used: int32, how many of the B x T tokens are any, the first ones; None: all.
     """
-    table = _unembed(params)
+    table = unembed_held(params)
     chex.assert_shape(h_BTD, (None, None, stored.table_shape(table)[1]))
     with jax.named_scope("unembed"):
         if kernel != "xla" and blocks.are(table):

@@ -62,7 +62,8 @@ class Cache:
             # 32 samples of 8 prompts of SmolLM2 took 189 MB where 94 hold them.)
             longest = sorted((size for r in requests for size in (pages_needed(r), *[own_pages(r)] * (r.n - 1))), reverse=True)[: self.rows]
             needed = max(LEAST_PAGES, sum(longest[:: self.parts]) + max(longest, default=0))
-            wanted = min(wanted, 1 << (needed - 1).bit_length())
+            power = 1 << (needed - 1).bit_length()
+            wanted = min(wanted, power // 4 * 3 if needed <= power // 4 * 3 else power)
         if self.calls.pool is not None and self.pages >= wanted:
             return False
         self.pages = max(self.pages, wanted)

@@ -120,10 +120,39 @@ State = dict[int, TrainStack]  # bucket rank -> stack
 
 
 def optimizer(hyper: Hyper, learning_rate: jax.Array | float) -> optax.GradientTransformationExtraArgs:
-    """AdamW after clipping by the global norm, of one policy. Its numbers may be traced: as data of the update's program, other
-    ones compile nothing, and the optimizer's own state is two moments and a count."""
+    """AdamW of one policy, or of one of its factors. Its numbers may be traced: as data of the update's program, other ones compile
+    nothing, and the optimizer's own state is two moments and a count."""
     adamw = optax.adamw(learning_rate, b1=hyper.b1, b2=hyper.b2, eps=hyper.eps, weight_decay=hyper.weight_decay)
-    return optax.chain(optax.clip_by_global_norm(hyper.max_grad_norm), adamw)
+    return optax.chain(optax.identity(), adamw)  # checkpoints have its state in second place
+
+
+def clip_factor(hyper: Hyper, norm: jax.Array) -> jax.Array:
+    """What a policy's gradient of this global norm is multiplied by, so that its norm is at most ``max_grad_norm``."""
+    return jnp.where(norm < hyper.max_grad_norm, 1.0, hyper.max_grad_norm / norm)
+
+
+def by_leaf(opt: Any, factors: Any) -> Any:
+    """The optimizer's state of every factor, in a tree like theirs: its moments, and what all of them share, the count."""
+    tree = jax.tree.structure(factors)
+
+    def of(i: int) -> Any:
+        return jax.tree.map(lambda x: tree.flatten_up_to(x)[i] if _like(tree, x) else x, opt, is_leaf=functools.partial(_like, tree))
+
+    return jax.tree.unflatten(tree, [of(i) for i in range(tree.num_leaves)])
+
+
+def joined(opts: Any, opt: Any, factors: Any) -> Any:
+    """The state of which ``by_leaf`` made ``opts``, in the form of ``opt``."""
+    tree = jax.tree.structure(factors)
+
+    def one(held: Any, *parts: Any) -> Any:
+        return jax.tree.unflatten(tree, parts) if _like(tree, held) else parts[0]
+
+    return jax.tree.map(one, opt, *tree.flatten_up_to(opts), is_leaf=functools.partial(_like, tree))
+
+
+def _like(tree: Any, x: Any) -> bool:
+    return jax.tree.structure(x) == tree
 
 
 def slot_axis(leaf: jax.Array) -> int:

@@ -121,7 +121,8 @@ def test_all_layers_gradients_are_in_the_bases_dtype_until_they_are_summed(cfg, 
             for inner in jax.core.jaxprs_in_params(eqn.params):
                 yield from scans(inner)
 
-    made = [out.aval for eqn in scans(traced((rank,) * policies, (), cfg, dtype).jaxpr.jaxpr) for out in eqn.outvars]
+    slots = ((bucket_of(rank), policies + 1),)  # the sums have another shape then, and are float32
+    made = [out.aval for eqn in scans(traced((rank,) * policies, slots, cfg, dtype).jaxpr.jaxpr) for out in eqn.outvars]
     gradients = [x for x in made if x.shape[:2] == (3, policies) and bucket_of(rank) in x.shape[2:]]
     # q, k, v, o and the MLP's three, of A and of B
     assert len(gradients) >= 14, "one of each factor"

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from mint_jax.lora.tree import bind
-from mint_jax.models import logprobs
+from mint_jax.models import logprobs, stored
 from mint_jax.models.logprobs import target_logprobs
+from pallas_kernels.layer_matmul import blocks
 
 B, M, D, V = 4, 5, 16, 50
 
@@ -170,3 +171,60 @@ def test_a_slices_logits_are_in_memory_once(K):
     for fn in (summed, jax.value_and_grad(summed)):
         compiled = jax.jit(fn).lower(h, table, targets, sharp).compile()
         assert compiled.memory_analysis().temp_size_in_bytes < 1.3 * rows * (positions // slices) * V * 4
+
+
+def _held_in_blocks(rng, V, D):
+    """A table in 8 bits with entries of size 1."""
+    scales = rng.uniform(0.5, 2, (V, D // 32, 1)).astype(np.float16) / 127
+    numbers = rng.integers(-127, 128, (V, D // 32, 32)).astype(np.int8)
+    rows = np.concatenate([scales.view(np.uint8), numbers.view(np.uint8)], axis=-1).reshape(V, -1)
+    return jnp.asarray(blocks.pack(rows, "Q8_0"))
+
+
+@pytest.mark.parametrize("hot", [False, True], ids=["plain", "temperatures"])
+@pytest.mark.parametrize(("many", "sliced"), [(None, False), (3, False), (None, True)], ids=["one", "many", "slices"])
+@pytest.mark.parametrize(("kind", "V"), [("Q8_0", 192), ("Q8_0", 128), ("bfloat16", 150)])
+def test_a_table_held_in_fewer_bits_comes_in_parts(kind, V, many, sliced, hot, rng, monkeypatch):
+    """With a rest and without one; no array of the program is as large as the table or the logits."""
+    D = 32
+    monkeypatch.setattr(logprobs, "PART_BYTES", 1)  # 64 rows
+    if sliced:
+        monkeypatch.setattr(logprobs, "SLICE_BYTES", 2 * B * 64 * 4)
+    held = _held_in_blocks(rng, V, D) if kind == "Q8_0" else jnp.asarray(rng.normal(size=(V, D)), jnp.bfloat16)
+    table_VD = np.asarray(stored.table(held, jnp.float32), np.float64)
+    h_BMD = rng.normal(size=(B, M, D)).astype(np.float32)
+    h_BMD[0, 0] *= 300  # logits of +-1000: an exponential that forgets an earlier part's maximum overflows
+    shape = (B, M) if many is None else (B, M, many)
+    y, g = rng.integers(V, size=shape).astype(np.int32), rng.normal(size=shape).astype(np.float32)
+    temperatures = rng.choice(np.float32([0.3, 1.0, 2.5]), (B, M)) if hot else np.ones((B, M), np.float32)
+    sharp = jnp.asarray(1 / temperatures) if hot else None
+    program = jax.jit(lambda h, g, w: jax.vjp(lambda h: target_logprobs({"embed": {"w": w}}, None, h, y, sharp), h)[1](g))
+    out, (mine,) = _with_gradients(lambda h: target_logprobs({"embed": {"w": held}}, None, h, y, sharp), [h_BMD], g)
+    plain = jax.jit(lambda h: target_logprobs({"embed": {"w": held}}, None, h, y, sharp))(h_BMD)
+    h = torch.tensor(np.float64(h_BMD), requires_grad=True)
+    z = h @ torch.tensor(table_VD).T / torch.tensor(np.float64(temperatures))[..., None]
+    want = torch.log_softmax(z, -1).gather(-1, torch.tensor(y, dtype=torch.long).reshape(B, M, -1)).reshape(shape)
+    (dh,) = torch.autograd.grad(want, h, torch.tensor(np.float64(g)))
+    for values in (out, plain):  # float32 sums over logits of size 10, of one position 1000 and at 0.3 three times that
+        np.testing.assert_allclose(values, want.detach(), rtol=2e-5, atol=2e-4)
+    np.testing.assert_allclose(mine[:, 1:], dh[:, 1:], atol=2e-4 * (many or 1))
+    np.testing.assert_allclose(mine[1:], dh[1:], atol=2e-4 * (many or 1))
+    assert np.isfinite(mine).all()
+    text = program.lower(h_BMD, g, held).as_text()
+    assert f"{V}x{D}xf32" not in text
+    assert f"x{V}xf32" not in text
+
+
+def test_a_row_that_is_not_finite_leaves_the_others_of_a_table_in_parts_alone(rng, monkeypatch):
+    monkeypatch.setattr(logprobs, "PART_BYTES", 1)
+    held, y, g = _held_in_blocks(rng, 192, 32), rng.integers(192, size=(B, M)).astype(np.int32), np.ones((B, M), np.float32)
+    h_BMD = rng.normal(size=(B, M, 32)).astype(np.float32)
+    broken = h_BMD.copy()
+    broken[1, 2, 3], broken[2, 0, 0] = np.nan, np.inf
+    fn = lambda h: target_logprobs({"embed": {"w": held}}, None, h, y)  # noqa: E731
+    (clean, (dh,)), (dirty, (bad,)) = (_with_gradients(fn, [h], g) for h in (h_BMD, broken))
+    hit = np.zeros((B, M), bool)
+    hit[1, 2] = hit[2, 0] = True
+    assert np.isnan(np.asarray(dirty)[hit]).all()
+    assert np.asarray(clean)[~hit].tobytes() == np.asarray(dirty)[~hit].tobytes()
+    assert np.asarray(dh)[~hit].tobytes() == np.asarray(bad)[~hit].tobytes()
