@@ -83,8 +83,8 @@ RUNS = (
     Run(
         "concurrent_grpo",
         "bench/concurrent_grpo.py",
-        7,
-        ("--config.memory=(8,)", "--config.memory_n=2"),
+        9,
+        ("--config.memory=(8,)", "--config.memory_n=5"),
         pictures=(("crossover.png", "concurrent_grpo_crossover.png"),),
     ),
     Run("engine", "bench/engine.py", 10),

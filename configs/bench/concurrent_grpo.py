@@ -3,7 +3,7 @@
 Command: python -m mint_jax.launch --config=configs/bench/concurrent_grpo.py --workdir=runs/bench/concurrent_grpo
 Short:   --config=configs/bench/concurrent_grpo.py:ci
 Long:    --config=configs/bench/concurrent_grpo.py:long
-Default size: five minutes on two CPU cores; --config.memory=(8,) measures peak memory too, half a minute a process. Half an hour's
+Default size: five minutes on two CPU cores; --config.memory=(8,) measures peak memory too, a quarter of a minute a process. Half an hour's
 :long has two steps in place of one, waiting rewards and peak memory (twice) of 8 policies and of 3, the overlapped schedule also where
 rewards take no time, and five points of the crossover.
 """
@@ -25,7 +25,7 @@ def get_config(size: str = "default") -> ConfigDict:
     config.schedules = ("sequential", "batched")  # where rewards take no time
     config.waiting = (3,)  # counts that are also measured, by all schedules, where a reward takes reward_s
     config.reward_s = 1.0
-    config.memory = ()  # counts whose peak memory is measured, in memory_n processes a schedule, half a minute each
+    config.memory = ()  # counts whose peak memory is measured, in memory_n processes a schedule and one before, a quarter of a minute each
     config.memory_n = 1
     config.crossover = (4, 16)  # rollouts of each policy
     config.crossover_policies = 3
