@@ -85,7 +85,7 @@ ROWS = [
     *_bench(
         "concurrent_grpo",
         ("peak memory of the batched schedule over the sequential one, 8 policies", "{memory_8.peak_memory_ratio|ratio}"),
-        command="`configs/bench/concurrent_grpo.py`, `--config.memory=(8,)`, `--config.memory_n=2`",
+        command="`configs/bench/concurrent_grpo.py`, `--config.memory=(8,)`, `--config.memory_n=5`",
     ),
     *_bench(
         "train_vs_peft",
