@@ -48,7 +48,7 @@ def run_in_the_calling_thread() -> None:
     """Has a CPU's programs run in the thread that calls them; before JAX looks for devices.
 
     In a thread of JAX's own they free their temporaries when that thread comes to it, up to 3 ms after their results are there: the next
-    program's were then taken beside them in one call of four, and the heap kept both (78 MB in GRPO of eight policies on SmolLM2). It
+    program's were then often taken beside them, and the heap kept both (78 MB in GRPO of eight policies on SmolLM2). It
     costs nothing, for whoever runs a program here waits for it: decoding and training took the same time. Programs over several devices
     are not concerned.
     """
