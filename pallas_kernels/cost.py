@@ -117,7 +117,7 @@ def packed_lora_passes(factor: Any, rank: int, d_in: int, d_out: Sequence[int], 
         factor: ``[M]``, concrete, as ``packed_lora`` takes it.
         unit: width of a chip's matrix unit, 128 (v5e, v5p) or 256 (v6e, TPU7x).
     """
-    factor, chunk = np.asarray(factor), max(1, COLUMNS // rank)
+    factor, chunk = np.asarray(factor), 1 << max(0, (COLUMNS // rank).bit_length() - 1)
 
     def of_chunk(adapters: int) -> int:
         n = adapters * rank

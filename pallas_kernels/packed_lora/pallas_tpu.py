@@ -52,8 +52,8 @@ def require_backward(
     Raises:
         NotImplementedError: with the reason.
     """
-    tiles.require(x, a, b)
-    tile, R = tiles.tile_rows(x, Config()), a[0].shape[1]
+    tiles.require(x, a, b, pairs=True)
+    tile, R = tiles.tile_rows(x, Config()), tiles.held_rank(a)
     blocks = [(tile, y.shape[1], y.dtype) for y in (x, *g, dx_onto, dx_onto)]
     tiles.require_room(_back_scratch(x, a, b, Config()), blocks, x, len(a) * tiles.chunk_size(R) * R)
 
@@ -102,8 +102,14 @@ def _add_kernel(meta, local, x, *refs, K: int, C: int, R: int, columns: int, sca
             tiles.over_chunks(count, C, fetch, functools.partial(chunk_of, safe=True))
 
 
+def _of_pairs(runs: Runs, tile: int) -> Runs:
+    """Runs whose factors come with a neighbour: a row's number is that of its own of its run's two columns."""
+    second = jnp.take_along_axis(runs.meta[..., :tile], jnp.maximum(runs.local, 0), axis=2) % 2
+    return runs._replace(local=jnp.where(runs.local < 0, -1, 2 * runs.local + second))
+
+
 def _add_scratch(x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array], config: Config) -> list[Any]:
-    R = 2 if tiles.in_pairs(a) else a[0].shape[1]
+    R = tiles.held_rank(a)
     buffers = [pltpu.VMEM((2, tiles.chunk_size(R), R, w.shape[2]), w.dtype) for w in (*a, *b)]
     return [*buffers, *(pltpu.VMEM((tiles.tile_rows(x, config), tiles.chunk_size(R) * R), x.dtype) for _ in a)]
 
@@ -125,12 +131,11 @@ def add(
         grouping: the runs of a tile's rows.
     """
     (M, D), K, pairs = x.shape, len(a), tiles.in_pairs(a)
-    R = 2 if pairs else a[0].shape[1]
+    R = tiles.held_rank(a)
     C, tile = tiles.chunk_size(R), tiles.tile_rows(x, config)
     runs = grouping(jnp.minimum(factor, a[0].shape[0] - 1), tile)
-    if pairs:  # which of a run's two columns is the row's own
-        second = jnp.take_along_axis(runs.meta[..., :tile], jnp.maximum(runs.local, 0), axis=2) % 2
-        runs = runs._replace(local=jnp.where(runs.local < 0, -1, 2 * runs.local + second))
+    if pairs:
+        runs = _of_pairs(runs, tile)
     widths, scratch, stacks = [w.shape[2] for w in b], _add_scratch(x, a, b, config), [w[:, 0] if pairs else w for w in (*a, *b)]
     scales = [] if scale is None else [jnp.pad(scale.astype(jnp.float32), (0, runs.local.size - M)).reshape(runs.local.shape)]
     kernel = functools.partial(_add_kernel, K=K, C=C, R=R, columns=config.columns, scaled=scale is not None, pairs=pairs)
@@ -158,21 +163,24 @@ class _Sums:
     Args:
         carry: ``[2, R, N]`` float32 of the run that comes from the tile before, and of the one that goes on in the next.
         stage: ``[C, R, N]`` of a chunk, on its way out.
+        pairs: sums of a run come with its neighbour's, which are zeros.
     """
 
-    def __init__(self, meta: Any, carry: Any, stage: Any, T: int):
-        self.stage = stage
+    def __init__(self, meta: Any, carry: Any, stage: Any, T: int, pairs: bool):
+        self.stage, self.pairs = stage, pairs
         tile = pl.program_id(0)
         self.before, self.behind = carry.at[rem(tile + 1, 2)], carry.at[rem(tile, 2)]
         self.count, self.comes = meta[0, 0, T + COUNT], meta[0, 0, T + BEFORE]
 
     def put(self, chunk: jax.Array, first: bool, sums: jax.Array, at: Any) -> None:
         """This tile's ``[n, .]`` of the chunk's first n / R runs, for some columns."""
-        R = self.stage.shape[1]
+        R = self.stage.shape[1] * (2 if self.pairs else 1)
         runs = [sums[row : row + R] for row in range(0, sums.shape[0], R)]
+        if self.pairs:
+            runs = [one[:1] + one[1:] for one in runs]
         if first:
             runs[0] = jnp.where(self.comes > 0, runs[0] + self.before[:, at], runs[0])
-        self.stage[: len(runs), :, at] = jnp.concatenate(runs).reshape(len(runs), R, -1).astype(self.stage.dtype)
+        self.stage[: len(runs), :, at] = jnp.concatenate(runs).reshape(len(runs), *self.stage.shape[1:2], -1).astype(self.stage.dtype)
         # The tile's last run, should it go on; the last chunk writes last. A choice between registers, for with all runs as float32 in
         # memory, from where one can be read, a fifth of the kernel's stores was of them.
         last = self.count - 1 - chunk * self.stage.shape[0]
@@ -235,7 +243,7 @@ class _Sends:
         self._each(chunk, "wait")
 
 
-def _back_kernel(meta, local, x, *refs, K: int, C: int, R: int, columns: int) -> None:
+def _back_kernel(meta, local, x, *refs, K: int, C: int, R: int, columns: int, pairs: bool) -> None:
     g, refs = refs[:K], refs[K:]
     a, b, dx_onto, refs = refs[:K], refs[K : 2 * K], refs[2 * K], refs[4 * K + 1 :]  # behind it zeros, which the sums begin as
     dx, grads, refs = refs[0], refs[1 : 1 + 2 * K], refs[1 + 2 * K :]
@@ -244,10 +252,11 @@ def _back_kernel(meta, local, x, *refs, K: int, C: int, R: int, columns: int) ->
     dh_left, h_left = (turned.at[i * K * C * R : (i + 1) * K * C * R] for i in range(2))
     T = x.shape[0]
     count = meta[0, 0, T + COUNT]
-    rows = tiles.Rows(local, T, C, R)
+    numbers, of = (2, 1) if pairs else (1, R)  # of a run, and columns of each
+    rows = tiles.Rows(local, T, numbers * C, of)
     fetch = tiles.Fetch(meta, [*zip((*a, *b), buffers)], in_sem, C, count)
     fetch.clear()
-    sums = [_Sums(meta, carry, stage, T) for carry, stage in zip(carries, stages)]
+    sums = [_Sums(meta, carry, stage, T, pairs) for carry, stage in zip(carries, stages)]
     sends = _Sends(meta, [*zip(grads, stages)], out_sem, C, T)
 
     @pl.when(count == 0)
@@ -269,7 +278,7 @@ def _back_kernel(meta, local, x, *refs, K: int, C: int, R: int, columns: int) ->
         # Of nine orders of these and of what follows none took fewer bundles on v6e and TPU7x: what is turned is not waited for.
         _turn(dh, dh_left, K * m)
         _turn(tiles.shrink(x, a_buf, slot, own[0], columns), h_left, K * m)
-        across = div(jax.lax.broadcasted_iota(jnp.int32, (m, T), 0), R) + chunk * C == local[0]
+        across = div(jax.lax.broadcasted_iota(jnp.int32, (m, T), 0), of) + chunk * numbers * C == local[0]
         outer = functools.partial(_outer, own=across, columns=columns, safe=safe)
         strange = outer(sums[:K], chunk, first, dh_left.at[: K * m], x)
         strange += sum(outer([sums[K + k]], chunk, first, h_left.at[k * m : (k + 1) * m], g[k]) for k in range(K))
@@ -310,15 +319,20 @@ def _turn(sheets: Sequence[jax.Array], out_ref: Any, n: int) -> None:
 
 
 def _back_scratch(x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array], config: Config) -> list[Any]:
-    K, R, vmem, factors = len(a), a[0].shape[1], pltpu.VMEM, [*a, *b]
+    K, R, vmem, factors, sums = len(a), tiles.held_rank(a), pltpu.VMEM, [*a, *b], _sums_dtype(a)
     C, tile = tiles.chunk_size(R), tiles.tile_rows(x, config)
     return [
-        *(vmem((2, C, *w.shape[1:]), w.dtype) for w in factors),
+        *(vmem((2, C, R, w.shape[2]), w.dtype) for w in factors),
         *(vmem((2, *w.shape[1:]), jnp.float32) for w in factors),
-        *(vmem((C, *w.shape[1:]), w.dtype) for w in factors),
+        *(vmem((C, *w.shape[1:]), sums) for w in factors),
         vmem((tile, K * C * R), x.dtype),
         vmem((2 * K * C * R, tile), x.dtype),
     ]
+
+
+def _sums_dtype(a: Sequence[jax.Array]) -> Any:
+    """Of factors that come in pairs sums leave as float32: of bfloat16 a copy to one would write its neighbour."""
+    return jnp.float32 if tiles.in_pairs(a) else a[0].dtype
 
 
 def backward(
@@ -332,14 +346,16 @@ def backward(
     interpret: Any = False,
 ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Gradients of ``add``: of x, added to ``dx_onto [M, D]``, and of the factors, zeros where no row names them."""
-    D, K, R = x.shape[1], len(a), a[0].shape[1]
+    D, K, R, pairs = x.shape[1], len(a), tiles.held_rank(a), tiles.in_pairs(a)
     C, tile = tiles.chunk_size(R), tiles.tile_rows(x, config)
     runs = runs_of(jnp.minimum(factor, a[0].shape[0] - 1), tile)
+    if pairs:
+        runs = _of_pairs(runs, tile)
     widths, factors = [w.shape[2] for w in b], [*a, *b]
-    zeros = [jnp.zeros(w.shape, w.dtype) for w in factors]
+    zeros, stacks = [jnp.zeros(w.shape, _sums_dtype(a)) for w in factors], [w[:, 0] if pairs else w for w in factors]
     anywhere = [pl.BlockSpec(memory_space=pl.ANY)] * (2 * K)
     semaphores = [pltpu.SemaphoreType.DMA((2,)), pltpu.SemaphoreType.DMA(())]
-    kernel = functools.partial(_back_kernel, K=K, C=C, R=R, columns=config.columns)
+    kernel = functools.partial(_back_kernel, K=K, C=C, R=R, columns=config.columns, pairs=pairs)
     first = 3 + K + 2 * K  # inputs before ``dx_onto``
     dx, *grads = pl.pallas_call(
         kernel,
@@ -352,12 +368,13 @@ def backward(
             *anywhere,
         ],
         out_specs=[*tiles.row_specs(tile, [D]), *anywhere],
-        out_shape=[jax.ShapeDtypeStruct(y.shape, y.dtype) for y in (dx_onto, *factors)],
+        out_shape=[jax.ShapeDtypeStruct(y.shape, y.dtype) for y in (dx_onto, *zeros)],
         scratch_shapes=[*_back_scratch(x, a, b, config), *semaphores],
         input_output_aliases={first: 0} | {first + 1 + n: 1 + n for n in range(2 * K)},
         compiler_params=tiles.PARAMS,
         cost_estimate=tiles.estimate(cost.packed_lora(x, a, b, g, backward=True)),
         interpret=interpret,
         name="packed_lora_backward",
-    )(*runs, x, *g, *a, *b, dx_onto, *zeros)
+    )(*runs, x, *g, *stacks, dx_onto, *zeros)
+    grads = [one.astype(w.dtype) for one, w in zip(grads, factors)]
     return dx, tuple(grads[:K]), tuple(grads[K:])

@@ -67,6 +67,11 @@ def in_pairs(a: Sequence[jax.Array]) -> bool:
     return R == 1 and W % 2 == 0 and a[0].dtype == jnp.bfloat16
 
 
+def held_rank(a: Sequence[jax.Array]) -> int:
+    """Rows that a factor takes where it is fetched to."""
+    return 2 if in_pairs(a) else a[0].shape[1]
+
+
 def require(x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array], pairs: bool = False) -> None:
     """What the kernels need.
 
@@ -86,10 +91,8 @@ def require(x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array], pairs:
     if R == 1 and a[0].dtype == jnp.bfloat16 and not (pairs and in_pairs(a)):
         # XLA keeps these with W in the place of the rank; a kernel's operand would be a copy of the whole stack, in every call.
         raise NotImplementedError("rank 1 in bfloat16 would be copied whole")
-    if R & (R - 1) and R < LANES:
-        raise NotImplementedError(f"rank {R} is no power of two")
-    if R > LANES and R % LANES:
-        raise NotImplementedError(f"rank {R} is above {LANES} and no multiple of it")
+    if R & (R - 1) and R % 8:  # of rank 12 XLA keeps stacks in another order, and copies them whole before each call
+        raise NotImplementedError(f"rank {R} is neither a power of two nor a multiple of 8")
     # A block of 64 columns behind whole ones compiles, for the 576 columns of Kimi-K2's latents and rotated keys say. But compilers for v5p
     # and TPU7x keep stacks of such a width with another axis innermost, and copy them whole before each call.
     if wrong := [n for n in (D, *(w.shape[2] for w in b)) if n % LANES]:
@@ -101,7 +104,8 @@ def tile_rows(x: jax.Array, config: Config) -> int:
 
 
 def chunk_size(R: int) -> int:
-    return max(1, LANES // R)
+    """Adapters of a chunk: a power of two, for half a chunk of some tiles."""
+    return 1 << max(0, (LANES // R).bit_length() - 1)
 
 
 def row_specs(tile: int, wide: Sequence[int]) -> list[Any]:
