@@ -26,7 +26,7 @@ comma := ,
 SETUP := $(VENV)/.setup$(EXTRAS:%=-with-%)
 SETUP_DEV := $(VENV)/.setup-dev$(EXTRAS:%=-with-%)
 
-.PHONY: setup setup-dev quickstart serve test test-long test-slow test-clients test-evals test-old-clients test-console bench sweeps figures lint docs format clean
+.PHONY: setup setup-dev quickstart serve test test-long test-slow test-device test-clients test-evals test-old-clients test-console bench sweeps figures lint docs format clean
 
 setup: $(SETUP)
 setup-dev: $(SETUP_DEV)
@@ -71,6 +71,11 @@ test-long: setup-dev
 test-slow: HANGS_AFTER = 10800
 test-slow: setup-dev
 	MINT_TEST_CODE=users $(PYTEST) -v -m "slow or bits" $(TESTS)
+
+# The kernels compiled on this machine's GPU or TPU: make test-device EXTRAS=cuda (or tpu). CHECK="compute-sanitizer --tool memcheck" goes before it.
+CHECK ?=
+test-device: setup-dev
+	MINT_TEST_CODE=users $(CHECK) $(BIN)/python -m pytest -ra -v -m "gpu or tpu" tests/pallas_kernels/device_test.py
 
 # Sessions of Tinker's SDKs before protobuf and of MinT's own client; makes an environment for each, from the package index.
 test-old-clients: setup-dev

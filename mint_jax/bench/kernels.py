@@ -3,10 +3,11 @@
 Cells are shapes of decoding, prefill and training (forward and backward, the base frozen). Of each cell the base's grouped product alone
 is one side; others are base and adapters: ``model``, what a model runs on this platform; each implementation of
 ``pallas_kernels.packed_lora`` by its name, never interpreted; ``ragged``, the adapters as two ``ragged_dot`` over groups of (expert,
-adapter); ``loop``, a Python loop over experts and their adapters with a product each. ``over_base`` is a side's time over the base's;
-``ratio_ragged`` and ``ratio_loop`` are theirs over the model's. ``floor_over_base`` is counted and no time: the least bytes of base and
-adapters over the base's, alone where the adapters' product is a call of its own, inside where it is part of the base's
-(``pallas_kernels.cost``). A side that cannot run is named under ``empty`` with the reason.
+adapter); ``tokamax`` and ``torch``, base and adapters by these libraries' grouped products, where they are installed (``kernel_peers``);
+``loop``, a Python loop over experts and their adapters with a product each. ``over_base`` is a side's time over the base's;
+``ratio_ragged``, ``ratio_tokamax``, ``ratio_torch`` and ``ratio_loop`` are theirs over the model's. ``floor_over_base`` is counted and no
+time: the least bytes of base and adapters over the base's, alone where the adapters' product is a call of its own, inside where it is
+part of the base's (``pallas_kernels.cost``). A side that cannot run is named under ``empty`` with the reason.
 
 Axes: M rows (a token and one of its experts), D in, F out, R rank, E experts, P adapters, G groups (expert, adapter).
 """
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from mint_jax.bench import timing
+from mint_jax.bench.kernel_peers import Product, TorchGrouped, tokamax_dot
 from mint_jax.models.grouped import grouped_matmul
 from mint_jax.models.packed_lora import Adapters, Groups, project
 from pallas_kernels import cost, dispatch, packed_lora
@@ -74,10 +76,24 @@ class _Cell:
                 empty[one.name] = reason
             else:
                 sides[one.name] = self._side(functools.partial(_named, sizes=sizes, factor=factor, name=one.name), *args)
-        if jax.default_backend() == "cpu" and (steps := self.x.size * len(self.sizes_G) * self.a[0].shape[1]) > most_ragged:
-            empty["ragged"] = f"{steps:.1g} multiply-adds for one factor: on a CPU ragged_dot multiplies every row by every group's"
-        else:
-            sides["ragged"] = self._side(functools.partial(_ragged, sizes=sizes, groups=jnp.asarray(self.sizes_G)), *args)
+        dots: dict[str, Callable[[], tuple[Product, Product]]] = {
+            "ragged": lambda: (grouped_matmul, jax.lax.ragged_dot),
+            "tokamax": lambda: (tokamax_dot(),) * 2,
+        }
+        groups = jnp.asarray(self.sizes_G)
+        for name, product in dots.items():
+            if jax.default_backend() == "cpu" and (steps := self.x.size * len(self.sizes_G) * self.a[0].shape[1]) > most_ragged:
+                empty[name] = f"{steps:.1g} multiply-adds for one factor: on a CPU ragged_dot multiplies every row by every group's"
+                continue
+            try:
+                sides[name] = self._side(functools.partial(_products, sizes=sizes, groups=groups, of=product()), *args)
+            except NotImplementedError as reason:
+                empty[name] = str(reason)
+        try:
+            torch = TorchGrouped(self.x, self.w, self.a, self.b, self.g, self.sizes_E, self.sizes_G)
+            sides["torch"] = torch.both if self.backward else torch.forward
+        except NotImplementedError as reason:
+            empty["torch"] = str(reason)
         if self.backward:
             empty["loop"] = "forward only"
         else:
@@ -143,7 +159,8 @@ class _Cell:
                 g = int(self.factor[m])
                 x, w, a, b = (np.array(v, np.float64) for v in (self.x[m], self.w[k][g // self.adapters], self.a[k][g], self.b[k][g]))
                 want = x @ w + (a @ x) @ b
-                worst = max(worst, float(np.abs(np.array(y[m], np.float64) - want).max() / np.abs(want).max()))
+                row = y[m] if isinstance(y, jax.Array) else y[m].detach().float().cpu().numpy()
+                worst = max(worst, float(np.abs(np.array(row, np.float64) - want).max() / np.abs(want).max()))
         return float(f"{worst:.2g}")
 
 
@@ -159,11 +176,14 @@ def _named(x: jax.Array, a: Any, b: Any, w: Any, sizes: jax.Array, factor: jax.A
     return list(packed_lora.packed_lora(x, a, b, _base(x, w, sizes), factor, implementation=name))
 
 
-def _ragged(x: jax.Array, a: Any, b: Any, w: Any, sizes: jax.Array, groups: jax.Array) -> list[jax.Array]:
-    def delta(a_k: jax.Array, b_k: jax.Array) -> jax.Array:
-        return jax.lax.ragged_dot(jax.lax.ragged_dot(x, a_k.swapaxes(1, 2), groups), b_k, groups)
+def _products(x: jax.Array, a: Any, b: Any, w: Any, sizes: jax.Array, groups: jax.Array, of: tuple[Product, Product]) -> list[jax.Array]:
+    """Base and adapters by one grouped product each."""
+    base, dot = of
 
-    return [y + delta(a_k, b_k) for y, a_k, b_k in zip(_base(x, w, sizes), a, b)]
+    def delta(a_k: jax.Array, b_k: jax.Array) -> jax.Array:
+        return dot(dot(x, a_k.swapaxes(1, 2), groups), b_k, groups)
+
+    return [base(x, one, sizes) + delta(a_k, b_k) for one, a_k, b_k in zip(w, a, b)]
 
 
 def _rows(x: jax.Array, at: Any, n: int) -> jax.Array:
@@ -200,7 +220,7 @@ def _measured(name: str, cell: _Cell, config: Any) -> dict[str, Any]:
     sides, empty = cell.sides(config.most_ragged)
     errors = {side: cell.error(call()) for side, call in sides.items() if side != "base"}
     times = timing.in_turn(name, sides, config.n)
-    peers = {f"ratio_{peer}": timing.ratio(times, peer, "model") for peer in ("ragged", "loop") if peer in sides}
+    peers = {f"ratio_{peer}": timing.ratio(times, peer, "model") for peer in ("ragged", "tokamax", "torch", "loop") if peer in sides}
     return {
         "rows": len(cell.factor),
         "groups_present": int(np.count_nonzero(cell.sizes_G)),
