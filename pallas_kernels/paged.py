@@ -7,12 +7,13 @@ row reaches; the kernel of TPUs (``paged_tpu``) reads of each row what is there.
 Axes: L layers, U pages, B rows, T new tokens, D table entries, X width, M queries of a row, S positions of a run.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import tuning
 from pallas_kernels.partial import Partial, join, nothing
 
 PAGE = 32  # positions of a page
@@ -69,6 +70,18 @@ def run_pages(table: jax.Array, run_B: jax.Array) -> jax.Array:
 def last_run(prefix: jax.Array, own: jax.Array) -> jax.Array:
     """``[B]``: how many runs each row has."""
     return -(-prefix // RUN) + -(-own // RUN)
+
+
+def op_of(queries: Sequence[jax.Array]) -> str:
+    """Which attention this is, for tables of ``tuning``."""
+    return "latent_attention" if len(queries) > 1 else "paged_attention"
+
+
+def key_of(queries: Sequence[jax.Array], pools: Sequence[jax.Array]) -> str:
+    """What a call's speed depends on, for the same tables; of ``[B, K, M, H_i]`` and the pools."""
+    B, K, M, _ = queries[0].shape
+    widths = "+".join(f"{q.shape[3]}/{pool.shape[-1]}" for q, pool in zip(queries, pools))
+    return f"{queries[0].dtype} rows {tuning.power(B)} heads {K} queries {tuning.power(M)} {widths}"
 
 
 def check_rows(B: int, rows: Rows) -> None:

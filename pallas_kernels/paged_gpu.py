@@ -22,8 +22,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from pallas_kernels import softmax_gpu as softmax
+from pallas_kernels import tuning
 from pallas_kernels.naturals import div, rem
-from pallas_kernels.paged import PAGE, RUN, Rows
+from pallas_kernels.paged import PAGE, RUN, Rows, key_of, op_of
 from pallas_kernels.partial import Partial, join_all
 from pallas_kernels.triton import Span, columns, pieces, power_of_two, read, require_shared_memory, unravel, write
 
@@ -53,7 +54,7 @@ class Config(NamedTuple):
 
 
 def config(queries: Sequence[jax.Array], pools: Sequence[jax.Array], width: int, positions: int) -> Config:
-    """What the registers and the 227 KiB of shared memory of one of an H200's processors hold, by what its compiler says.
+    """As measured, or else what the registers and the 227 KiB of shared memory of one of an H200's processors hold, by its compiler's word.
 
     Triton keeps a step's keys and values under way only if it has stages left behind the table's entry: 3 stages hold one step of them,
     5 two, which is what a block of few queries waits for. With 64 queries of 512 (latents) a third stage spills 8 bytes.
@@ -67,7 +68,8 @@ def config(queries: Sequence[jax.Array], pools: Sequence[jax.Array], width: int,
     while parts * programs < PROGRAMS and 2 * parts <= room:
         parts *= 2
     stages = 2 if wide else 3 if exact or Q > 32 else 5
-    return Config(Q, 32 if exact or wide else 64, 32 if exact else 512, parts, 8 if exact or Q * width > 64 * 128 or wide else 4, stages)
+    rule = Config(Q, 32 if exact or wide else 64, 32 if exact else 512, parts, 8 if exact or Q * width > 64 * 128 or wide else 4, stages)
+    return tuning.chosen(op_of(queries), "cuda", f"{key_of(queries, pools)} positions {tuning.power(positions)}", rule)
 
 
 def require(queries: Sequence[jax.Array], pools: Sequence[jax.Array], width: int) -> None:

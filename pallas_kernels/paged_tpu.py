@@ -23,8 +23,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import tuning
 from pallas_kernels.naturals import div, rem
-from pallas_kernels.paged import PAGE, RUN, RUN_PAGES, Rows
+from pallas_kernels.paged import PAGE, RUN, RUN_PAGES, Rows, key_of, op_of
 from pallas_kernels.partial import MASKED, Partial
 from pallas_kernels.products import dot
 
@@ -37,7 +38,7 @@ ROW, CHUNK, NEXT, STARTED, TAKEN, ENTERED = range(6)
 
 
 class Config(NamedTuple):
-    """Sizes, chosen once and outside of a trace.
+    """Sizes.
 
     Attributes:
         runs: of a chunk at most; a power of two.
@@ -52,6 +53,11 @@ class Config(NamedTuple):
     slots: int = 4
     rows: int = 256
     parts: int = 2
+
+
+def sized(queries: Sequence[jax.Array], pools: Sequence[jax.Array]) -> Config:
+    """As measured, or else the rule."""
+    return tuning.chosen(op_of(queries), "tpu", key_of(queries, pools), Config())
 
 
 class _Sizes(NamedTuple):
@@ -75,7 +81,7 @@ def _sizes(queries: Sequence[jax.Array], pools: Sequence[jax.Array], config: Con
     return _Sizes(runs, heads, rows, M)
 
 
-def require(queries: Sequence[jax.Array], pools: Sequence[jax.Array], value: int, width: int, config: Config = Config()) -> None:
+def require(queries: Sequence[jax.Array], pools: Sequence[jax.Array], value: int, width: int) -> None:
     """Whether ``attend`` can serve these.
 
     Args:
@@ -89,6 +95,7 @@ def require(queries: Sequence[jax.Array], pools: Sequence[jax.Array], value: int
         raise NotImplementedError(f"queries and pools are {sorted(map(str, dtypes))}; all bfloat16 or all float32 are served")
     if wrong := [pool.shape[-1] for pool in pools if pool.shape[-1] % LANES]:
         raise NotImplementedError(f"a pool's width {wrong[0]} is no multiple of {LANES}")
+    config = sized(queries, pools)
     sizes = _sizes(queries, pools, config)
 
     def nbytes(rows: int, columns: int, dtype: Any) -> int:
@@ -314,7 +321,7 @@ def attend(
     width: int,
     rows: Rows,
     scale: float,
-    config: Config = Config(),
+    config: Config | None = None,
     interpret: Any = False,
 ) -> Partial:
     """Attention of each row's queries to its runs from ``first`` on, ``[B, K, M, 1]`` twice and ``[B, K, M, width]``.
@@ -324,6 +331,7 @@ def attend(
         pools: ``[L, U, K, PAGE, X_i]``, X_i at least H_i.
         value: the pool of the values, of which the first ``width`` dimensions are summed.
     """
+    config = config or sized(queries, pools)
     layer, table, prefix, own, first = rows
     (B, K, M, _), D = queries[0].shape, table.shape[1]
     sizes = _sizes(queries, pools, config)

@@ -19,6 +19,7 @@ from mint_jax.aot import hlo
 from mint_jax.aot.chips import GIB, Target
 from mint_jax.aot.flops import traced_flops
 from mint_jax.aot.programs import Program, device_bytes
+from pallas_kernels import tuning
 
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -183,7 +184,8 @@ def colocated(measured: Sequence[Measured], base_bytes: int) -> Colocated:
 def measure(program: Program, mesh: Mesh, target: Target) -> Measured:
     """Compiles a program for a target and reads what it takes."""
     began = time.monotonic()
-    traced = program.trace(mesh)
+    with tuning.on(target.devices[0].device_kind):
+        traced = program.trace(mesh)
     flops_traced = traced_flops(traced.jaxpr.jaxpr, mesh.size) / mesh.size
     try:
         with _not_cached():

@@ -15,7 +15,7 @@ Axes: M rows (a token and one of its experts), D in, F out, R rank, E experts, P
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,13 @@ PROJECTIONS = 2  # gate and up
 CHECKED = 16  # rows of each side that are compared with float64
 
 Side = Callable[[], Any]
+
+
+class Products(NamedTuple):
+    """Whose grouped products: the base's, and the adapters'."""
+
+    base: Product
+    dot: Product
 
 
 class _Cell:
@@ -76,9 +83,9 @@ class _Cell:
                 empty[one.name] = reason
             else:
                 sides[one.name] = self._side(functools.partial(_named, sizes=sizes, factor=factor, name=one.name), *args)
-        dots: dict[str, Callable[[], tuple[Product, Product]]] = {
-            "ragged": lambda: (grouped_matmul, jax.lax.ragged_dot),
-            "tokamax": lambda: (tokamax_dot(),) * 2,
+        dots: dict[str, Callable[[], Products]] = {
+            "ragged": lambda: Products(grouped_matmul, jax.lax.ragged_dot),
+            "tokamax": lambda: Products(tokamax_dot(), tokamax_dot()),
         }
         groups = jnp.asarray(self.sizes_G)
         for name, product in dots.items():
@@ -176,14 +183,13 @@ def _named(x: jax.Array, a: Any, b: Any, w: Any, sizes: jax.Array, factor: jax.A
     return list(packed_lora.packed_lora(x, a, b, _base(x, w, sizes), factor, implementation=name))
 
 
-def _products(x: jax.Array, a: Any, b: Any, w: Any, sizes: jax.Array, groups: jax.Array, of: tuple[Product, Product]) -> list[jax.Array]:
+def _products(x: jax.Array, a: Any, b: Any, w: Any, sizes: jax.Array, groups: jax.Array, of: Products) -> list[jax.Array]:
     """Base and adapters by one grouped product each."""
-    base, dot = of
 
     def delta(a_k: jax.Array, b_k: jax.Array) -> jax.Array:
-        return dot(dot(x, a_k.swapaxes(1, 2), groups), b_k, groups)
+        return of.dot(of.dot(x, a_k.swapaxes(1, 2), groups), b_k, groups)
 
-    return [base(x, one, sizes) + delta(a_k, b_k) for one, a_k, b_k in zip(w, a, b)]
+    return [of.base(x, one, sizes) + delta(a_k, b_k) for one, a_k, b_k in zip(w, a, b)]
 
 
 def _rows(x: jax.Array, at: Any, n: int) -> jax.Array:

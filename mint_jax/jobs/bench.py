@@ -18,6 +18,7 @@ BENCHES = (
     "handoff",
     "moe_step",
     "kernels",
+    "tune_kernels",
     "load_base",
     "packed_load",
     "catalog_scale",

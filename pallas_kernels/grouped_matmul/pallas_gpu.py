@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from pallas_kernels import tuning
 from pallas_kernels.schedule import tiles
 from pallas_kernels.triton import Span, attached, columns, cost, dot, power_of_two, read, write
 
@@ -37,12 +38,15 @@ class Config(NamedTuple):
 
 
 def config(x: jax.Array, w: jax.Array, sizes: jax.Array, transposed: bool) -> Config:
-    """Tiles of about an average group, and loads of 96 KiB at most. Compiled for an H200 none spills registers; no GPU has timed them."""
+    """As measured, or else tiles of about an average group, and loads of 96 KiB at most. Compiled for an H200 none spills registers; no
+    GPU has timed them."""
     exact = x.dtype == jnp.float32  # without matrix units: operands are in registers too
     rows = power_of_two(-(-x.shape[0] // sizes.shape[0]), 64 if exact else 128)
     wide = power_of_two(w.shape[1 if transposed else 2], 64 if exact or rows < 64 else 128)
     deep = power_of_two(x.shape[1], 32 if exact else 128 if rows < 64 else 64)
-    return Config(rows, wide, deep, 8 if exact or rows == 128 else 4)
+    (M, K), back = x.shape, " transposed" * transposed
+    key = f"{x.dtype} rows {tuning.power(M)} {K}>{w.shape[1 if transposed else 2]}{back} {w.dtype} groups {sizes.shape[0]}"
+    return tuning.chosen("grouped_matmul", "cuda", key, Config(rows, wide, deep, 8 if exact or rows == 128 else 4))
 
 
 def require(x: jax.Array, w: jax.Array, sizes: jax.Array, index: jax.Array | None) -> None:

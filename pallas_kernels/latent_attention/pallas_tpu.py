@@ -38,7 +38,7 @@ def attend(
     chosen: None = None,
     *,
     scale: float,
-    config: Config = Config(),
+    config: Config | None = None,
     interpret: Any = False,
 ) -> Partial:
     """See ``latent_attention``."""

@@ -23,6 +23,8 @@ from typing import Any
 import jax
 import jaxlib
 
+from pallas_kernels import cache
+
 _HERE = Path(__file__).parent
 SOURCES = ("layer_matmul.cc", "block_matmul.cc", "slot_lora.cc", "paged_attention.cc", "draw.cc")
 HEADERS = ("products.h", "threads.h", "vectors.h")
@@ -90,7 +92,7 @@ def _built() -> Path:
     digest = hashlib.blake2b(digest_size=12)
     for part in (*(word.encode() for word in about), *((_HERE / name).read_bytes() for name in (*SOURCES, *HEADERS))):
         digest.update(len(part).to_bytes(8, "little") + part)
-    made = _cache() / f"kernels-{digest.hexdigest()}.so"
+    made = cache.folder() / "native" / f"kernels-{digest.hexdigest()}.so"
     if made.is_file():
         return made
     made.parent.mkdir(parents=True, exist_ok=True)
@@ -118,8 +120,3 @@ def _processor() -> str:
     if not info.is_file():
         return platform.processor()
     return next((line for line in info.read_text().splitlines() if line.startswith(("flags", "Features"))), platform.processor())
-
-
-def _cache() -> Path:
-    root = os.environ.get("MINT_JAX_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "mint_jax")
-    return Path(root) / "native"

@@ -19,7 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
 from pallas_kernels import softmax_gpu as softmax
-from pallas_kernels.packed_attention.segments import meeting
+from pallas_kernels import tuning
+from pallas_kernels.packed_attention.segments import key_of, meeting
 from pallas_kernels.triton import Span, columns, dot, pieces, read, require_shared_memory, unravel, write
 
 WIDEST = 256
@@ -55,7 +56,12 @@ class Config(NamedTuple):
     of_keys: Block
 
 
-def config(q: jax.Array, v: jax.Array) -> Config:
+def config(op: str, q: jax.Array, v: jax.Array) -> Config:
+    """Of ``packed_attention`` or ``packed_attention backward``: what was measured, or else the rule."""
+    return tuning.chosen(op, "cuda", key_of(q, v), _rule(q, v))
+
+
+def _rule(q: jax.Array, v: jax.Array) -> Config:
     """What the registers and the 227 KiB of shared memory of one of an H200's processors hold, by what its compiler says."""
     wide = max(q.shape[-1], v.shape[-1])
     if q.dtype == jnp.float32:  # without matrix units: operands are in registers too
@@ -219,7 +225,7 @@ def forward(
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """As ``pallas_tpu.forward``."""
-    (B, K, G, T, H), V, how = q.shape, v.shape[3], config(q, v) if how is None else how
+    (B, K, G, T, H), V, how = q.shape, v.shape[3], config("packed_attention", q, v) if how is None else how
     one = how.forward
     out = jax.ShapeDtypeStruct((B, K, G, T, V), q.dtype), jax.ShapeDtypeStruct((B, K, G, T), jnp.float32)
     args = *_visits(own, parent, one, False), own, parent, q, k, v
@@ -244,7 +250,7 @@ def backward(
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """As ``pallas_tpu.backward``."""
-    (B, K, G, T, H), V, how = q.shape, v.shape[3], config(q, v) if how is None else how
+    (B, K, G, T, H), V, how = q.shape, v.shape[3], config("packed_attention backward", q, v) if how is None else how
     along = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     wide = own, parent, q, k, v, g.astype(q.dtype), lse, along
     pairs, like = B * K * G * T * T, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)

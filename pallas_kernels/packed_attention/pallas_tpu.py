@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels import tuning
 from pallas_kernels.naturals import div, rem
-from pallas_kernels.packed_attention.segments import meeting
+from pallas_kernels.packed_attention.segments import key_of, meeting
 from pallas_kernels.partial import MASKED
 from pallas_kernels.products import dot
 
@@ -28,13 +29,18 @@ WIDEST = 256  # with blocks of 512 all is below 16 MiB then
 
 
 class Config(NamedTuple):
-    """Sizes, chosen once and outside of a trace.
+    """Sizes.
 
     Attributes:
         block: queries and keys of one product at most; a power of two times 128.
     """
 
     block: int = 512
+
+
+def config(op: str, q: jax.Array, v: jax.Array) -> Config:
+    """Of ``packed_attention`` or ``packed_attention backward``: what was measured, or else the rule."""
+    return tuning.chosen(op, "tpu", key_of(q, v), Config())
 
 
 def require(q: jax.Array, k: jax.Array, v: jax.Array, *rest: Any) -> None:
@@ -205,7 +211,7 @@ def forward(
     parent: jax.Array,
     *,
     scale: float,
-    config: Config = Config(),
+    how: Config | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array]:
     """``[B, K, G, T, V]`` in the dtype of ``q``, and the logarithm of each query's sum of weights ``[B, K, G, T]`` float32.
@@ -215,7 +221,8 @@ def forward(
         k, v: ``[B, K, T, H]`` and ``[B, K, T, V]``.
         own, parent: ``[B, T]`` int32, at least 0: the segment of each token, and the one whose tokens it sees beside its own.
     """
-    (B, K, G, T, H), V, blocks = q.shape, v.shape[3], _Blocks(q.shape[3], config)
+    (B, K, G, T, H), V = q.shape, v.shape[3]
+    blocks = _Blocks(T, how or config("packed_attention", q, v))
     own, parent, meet = _segments(blocks, own, parent)
     specs, of_queries, of_numbers = _specs(blocks, G, H, V)
     N, S = K * G, blocks.size
@@ -247,7 +254,7 @@ def backward(
     g: jax.Array,
     *,
     scale: float,
-    config: Config = Config(),
+    how: Config | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of q, k and v, in their dtypes.
@@ -256,7 +263,8 @@ def backward(
         out, lse: what ``forward`` gave.
         g: ``[B, K, G, T, V]``, the gradient of ``out``.
     """
-    (B, K, G, T, H), V, blocks = q.shape, v.shape[3], _Blocks(q.shape[3], config)
+    (B, K, G, T, H), V = q.shape, v.shape[3]
+    blocks = _Blocks(T, how or config("packed_attention backward", q, v))
     N, S, full = K * G, blocks.size, (T + blocks.padding)
     along = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
     own, parent, meet = _segments(blocks, own, parent)

@@ -6,6 +6,14 @@ Axes: B rows, T tokens, I blocks of queries, J blocks of keys.
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import tuning
+
+
+def key_of(q: jax.Array, v: jax.Array) -> str:
+    """What a call's speed depends on, for tables of ``tuning``; of ``q [B, K, G, T, H]`` and ``v [B, K, T, V]``."""
+    B, K, G, T, H = q.shape
+    return f"{q.dtype} rows {tuning.power(B)} tokens {tuning.power(T)} heads {K}x{G} {H}>{v.shape[3]}"
+
 
 def meeting(own: jax.Array, parent: jax.Array, queries: int, keys: int) -> jax.Array:
     """``[B, I, J]`` bool: may a query of block i see a key of block j.

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
+from pallas_kernels import tuning
 from pallas_kernels.packed_lora.runs import whole_runs
 from pallas_kernels.schedule import tiles
 from pallas_kernels.triton import LEAST, Span, columns, cost, dot, power_of_two, read, write
@@ -42,7 +43,18 @@ class Config(NamedTuple):
     stages: int = 3
 
 
-def config(x: jax.Array, a: Sequence[jax.Array]) -> Config:
+def config(op: str, x: jax.Array, a: Sequence[jax.Array]) -> Config:
+    """Of ``packed_lora``, and behind it ``backward``, ``shrink`` or ``expand``: what was measured, or else the rule.
+
+    Args:
+        x, a: rows, and the factors of all projections that are as wide.
+    """
+    (M, D), (W, R, _) = x.shape, a[0].shape
+    key = f"{x.dtype} rows {tuning.power(M)} {D} {a[0].dtype} x {len(a)} rank {R} factors {tuning.power(W)}"
+    return tuning.chosen(op, "cuda", key, _rule(x, a))
+
+
+def _rule(x: jax.Array, a: Sequence[jax.Array]) -> Config:
     """Tiles of about an average run, and loads of 96 KiB at most. Compiled for an H200 float32 spills up to 8 bytes, bfloat16 none."""
     (W, R, _), K, M = a[0].shape, len(a), x.shape[0]
     exact, R = x.dtype == jnp.float32, power_of_two(R, MOST)  # exact: without matrix units, operands are in registers too
@@ -148,7 +160,7 @@ def add(
     interpret: Any = False,
 ) -> tuple[jax.Array, ...]:
     """``onto_k + scale (x a_k^T) b_k`` of each row's factor; see ``packed_lora``."""
-    K, how = len(a), config(x, a) if how is None else how
+    K, how = len(a), config("packed_lora", x, a) if how is None else how
     of_tiles, _ = _tiles_of(factor, a[0].shape[0], how)
     scales = [] if scale is None else [scale.astype(jnp.float32)]
     out = pl.pallas_call(
@@ -190,7 +202,7 @@ def _packed_lora_shrink(*refs: Any, how: Config) -> None:
 def shrink(x: jax.Array, a: jax.Array, factor: jax.Array, how: Config | None = None, interpret: Any = False) -> jax.Array:
     """``x a^T`` of each row's factor, ``[M, R]`` float32; zeros for none."""
     out = jnp.zeros((x.shape[0], a.shape[1]), jnp.float32)
-    return _half(_packed_lora_shrink, (x, a), out, factor, config(x, [a]) if how is None else how, interpret)
+    return _half(_packed_lora_shrink, (x, a), out, factor, config("packed_lora shrink", x, [a]) if how is None else how, interpret)
 
 
 def _packed_lora_expand(*refs: Any, how: Config) -> None:
@@ -204,7 +216,7 @@ def _packed_lora_expand(*refs: Any, how: Config) -> None:
 
 def expand(h: jax.Array, b: jax.Array, onto: jax.Array, factor: jax.Array, how: Config | None = None, interpret: Any = False) -> jax.Array:
     """``onto + h b`` of each row's factor; ``h [M, R]`` float32 is rounded to the dtype of ``onto`` first."""
-    return _half(_packed_lora_expand, (h, b), onto, factor, config(onto, [b]) if how is None else how, interpret)
+    return _half(_packed_lora_expand, (h, b), onto, factor, config("packed_lora expand", onto, [b]) if how is None else how, interpret)
 
 
 def _packed_lora_rows(*refs: Any, K: int, how: Config) -> None:
@@ -271,7 +283,7 @@ def backward(
     interpret: Any = False,
 ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Gradients of ``add``: of x, added to ``dx_onto [M, D]``, and of the factors, zeros where no row names them."""
-    K, (W, R, _), how = len(a), a[0].shape, config(x, a) if how is None else how
+    K, (W, R, _), how = len(a), a[0].shape, config("packed_lora backward", x, a) if how is None else how
     of_tiles, of_runs = _tiles_of(factor, W, how)
     narrow = jax.ShapeDtypeStruct((x.shape[0], R), x.dtype)
     dx, *inner = pl.pallas_call(

@@ -40,8 +40,9 @@ def require_add(x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array], on
         NotImplementedError: with the reason.
     """
     tiles.require(x, a, b, pairs=True)
-    tile = tiles.tile_rows(x, Config())
-    tiles.require_room(_add_scratch(x, a, b, Config()), [(tile, y.shape[1], y.dtype) for y in (x, *onto, *onto)], x)
+    config = tiles.config("packed_lora", x, a, b)
+    tile = tiles.tile_rows(x, config)
+    tiles.require_room(_add_scratch(x, a, b, config), [(tile, y.shape[1], y.dtype) for y in (x, *onto, *onto)], x, config=config)
 
 
 def require_backward(
@@ -53,9 +54,10 @@ def require_backward(
         NotImplementedError: with the reason.
     """
     tiles.require(x, a, b, pairs=True)
-    tile, R = tiles.tile_rows(x, Config()), tiles.held_rank(a)
+    config = tiles.config("packed_lora backward", x, a, b)
+    tile, R = tiles.tile_rows(x, config), tiles.held_rank(a)
     blocks = [(tile, y.shape[1], y.dtype) for y in (x, *g, dx_onto, dx_onto)]
-    tiles.require_room(_back_scratch(x, a, b, Config()), blocks, x, len(a) * tiles.chunk_size(R) * R)
+    tiles.require_room(_back_scratch(x, a, b, config), blocks, x, len(a) * tiles.chunk_size(R) * R, config)
 
 
 def _add_kernel(meta, local, x, *refs, K: int, C: int, R: int, columns: int, scaled: bool, pairs: bool) -> None:
@@ -121,15 +123,17 @@ def add(
     onto: Sequence[jax.Array],
     factor: jax.Array,
     scale: jax.Array | None = None,
-    config: Config = Config(),
+    config: Config | None = None,
     interpret: Any = False,
     grouping: Callable[[jax.Array, int], Runs] = runs_of,
 ) -> tuple[jax.Array, ...]:
     """``onto_k + scale (x a_k^T) b_k`` of each row's factor; see ``packed_lora``.
 
     Args:
+        config: sizes of tiles; None: as they were measured, or the rule's.
         grouping: the runs of a tile's rows.
     """
+    config = config or tiles.config("packed_lora", x, a, b)
     (M, D), K, pairs = x.shape, len(a), tiles.in_pairs(a)
     R = tiles.held_rank(a)
     C, tile = tiles.chunk_size(R), tiles.tile_rows(x, config)
@@ -342,10 +346,11 @@ def backward(
     g: Sequence[jax.Array],
     dx_onto: jax.Array,
     factor: jax.Array,
-    config: Config = Config(),
+    config: Config | None = None,
     interpret: Any = False,
 ) -> tuple[jax.Array, tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     """Gradients of ``add``: of x, added to ``dx_onto [M, D]``, and of the factors, zeros where no row names them."""
+    config = config or tiles.config("packed_lora backward", x, a, b)
     D, K, R, pairs = x.shape[1], len(a), tiles.held_rank(a), tiles.in_pairs(a)
     C, tile = tiles.chunk_size(R), tiles.tile_rows(x, config)
     runs = runs_of(jnp.minimum(factor, a[0].shape[0] - 1), tile)

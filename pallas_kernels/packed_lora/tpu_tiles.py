@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import cost
+from pallas_kernels import cost, tuning
 from pallas_kernels.naturals import div, rem
 from pallas_kernels.products import dot
 
@@ -28,7 +28,7 @@ PARAMS = pltpu.CompilerParams(dimension_semantics=("arbitrary",), vmem_limit_byt
 
 
 class Config(NamedTuple):
-    """Sizes of tiles, chosen once and outside of a trace.
+    """Sizes of tiles.
 
     Attributes:
         rows: of a tile; a multiple of 16.
@@ -39,7 +39,20 @@ class Config(NamedTuple):
     columns: int = 2048
 
 
-def require_room(scratch: Sequence[Any], blocks: Sequence[tuple[int, int, Any]], x: jax.Array, made: int = 0) -> None:
+def config(op: str, x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array]) -> Config:
+    """Of ``packed_lora`` or ``packed_lora backward``: what was measured, or else the rule."""
+    return tuning.chosen(op, "tpu", key_of(x, a, b), Config())
+
+
+def key_of(x: jax.Array, a: Sequence[jax.Array], b: Sequence[jax.Array]) -> str:
+    """What a call's speed depends on, for tables of ``tuning``."""
+    (M, D), (W, R, _), widths = x.shape, a[0].shape, "+".join(str(one.shape[2]) for one in b)
+    return f"{x.dtype} rows {tuning.power(M)} {D}>{widths} {a[0].dtype} rank {R} factors {tuning.power(W)}"
+
+
+def require_room(
+    scratch: Sequence[Any], blocks: Sequence[tuple[int, int, Any]], x: jax.Array, made: int = 0, config: Config = Config()
+) -> None:
     """Memory of a core for the scratch, for blocks of rows, of which one is computed while another travels, and for values on the way.
 
     Args:
@@ -55,8 +68,8 @@ def require_room(scratch: Sequence[Any], blocks: Sequence[tuple[int, int, Any]],
         return math.prod(outer) * (-(-rows // (32 // size)) * (32 // size)) * (-(-columns // LANES) * LANES) * size
 
     held = sum(nbytes(one.shape, one.dtype) for one in scratch) + 2 * sum(nbytes(block[:2], block[2]) for block in blocks)
-    made = max(made, tile_rows(x, Config()))
-    values = 3 * nbytes((made, narrower(Config().columns, made)), jnp.float32)
+    made = max(made, tile_rows(x, config))
+    values = 3 * nbytes((made, narrower(config.columns, made)), jnp.float32)
     if held + values > ROOM:
         raise NotImplementedError(f"tiles and factors need {(held + values) >> 20} MiB of a core's memory, and {ROOM >> 20} are there")
 

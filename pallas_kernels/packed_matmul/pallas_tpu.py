@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels import cost
+from pallas_kernels import cost, tuning
 from pallas_kernels.naturals import div
 from pallas_kernels.packed_lora import tpu_tiles as tiles
 from pallas_kernels.packed_lora.runs import COUNT
@@ -35,10 +35,12 @@ EIGHT = (jnp.dtype(jnp.int8), jnp.dtype(jnp.float8_e4m3fn))  # what matrices may
 MOST_VISITS = 1 << 16  # two numbers of each in 1 MiB of scalars
 
 
-def config(x: jax.Array, sizes: jax.Array) -> Config:
-    """Tiles of 128 rows, and smaller ones for experts of few rows, down to 32: a visit multiplies all rows of its tile."""
+def config(x: jax.Array, w: Arrays, sizes: jax.Array, a: Arrays, b: Arrays) -> Config:
+    """As measured, or else tiles of 128 rows, and smaller ones for experts of few rows, down to 32: a visit multiplies all rows of its
+    tile."""
     average = -(-x.shape[0] // sizes.shape[0])
-    return Config(rows=min(128, max(32, pl.next_power_of_2(2 * average))))
+    rule = Config(rows=min(128, max(32, pl.next_power_of_2(2 * average))))
+    return tuning.chosen("packed_matmul", "tpu", f"{tiles.key_of(x, a, b)} {w[0].dtype} experts {sizes.shape[0]}", rule)
 
 
 def require(
@@ -63,12 +65,12 @@ def require(
             raise NotImplementedError(f"experts' matrices are {one.dtype} and rows {x.dtype}; without scales equal ones are served")
         if w_scale is not None and one.dtype not in EIGHT:
             raise NotImplementedError(f"experts' matrices are {one.dtype} and have scales; int8 and float8_e4m3fn are served")
-    how, M = config(x, sizes), x.shape[0]
+    how, M = config(x, w, sizes, a, b), x.shape[0]
     tile = tiles.tile_rows(x, how)
     if not M or -(-M // tile) + min(M, sizes.shape[0]) > MOST_VISITS:
         raise NotImplementedError(f"{M} rows of {sizes.shape[0]} experts; from 1 row to {MOST_VISITS} visits are served")
     blocks = [*((tile, one.shape[2], x.dtype) for one in w), (tile, x.shape[1], x.dtype), *((*one.shape[1:], one.dtype) for one in w)]
-    tiles.require_room(_scratch(x, a, b, how), blocks, x)
+    tiles.require_room(_scratch(x, a, b, how), blocks, x, config=how)
 
 
 def _scratch(x: jax.Array, a: Arrays, b: Arrays, how: Config) -> list[Any]:
@@ -231,7 +233,7 @@ def matmul(
             copy of every expert, the ones that nobody visits among them.
         w_scale: ``[E, F_k]`` float32, of matrices of 8 bits: what ``x w_k`` is multiplied by.
     """
-    how = how or config(x, sizes)
+    how = how or config(x, w, sizes, a, b)
     (M, D), K, (W, R, _) = x.shape, len(w), a[0].shape
     T, C = tiles.tile_rows(x, how), tiles.chunk_size(R)
     widths = [one.shape[2] for one in w]

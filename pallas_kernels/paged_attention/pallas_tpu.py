@@ -26,7 +26,7 @@ def attend(
     rows: Rows,
     *,
     scale: float,
-    config: Config = Config(),
+    config: Config | None = None,
     interpret: Any = False,
 ) -> Partial:
     """See ``paged_attention``."""

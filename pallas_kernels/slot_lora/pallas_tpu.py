@@ -49,7 +49,7 @@ def add(
     slot: jax.Array,
     scale: jax.Array | None = None,
     first: jax.Array | int = 0,
-    config: Config = Config(),
+    config: Config | None = None,
     interpret: Any = False,
 ) -> jax.Array:
     """``onto + scale (x a^T) b`` of each row's slot, ``[M, F]``.

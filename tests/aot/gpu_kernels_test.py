@@ -3,7 +3,7 @@
 import jax
 import pytest
 
-from mint_jax.aot import chips, gpu_kernels
+from mint_jax.aot import chips, gpu_kernels, kernel_calls
 from mint_jax.errors import UserError
 
 TOLD = """ptxas info    : 0 bytes gmem
@@ -32,7 +32,7 @@ def test_an_h200s_compiler_takes_the_kernels(tmp_path):
     except UserError as missing:
         pytest.skip(str(missing))
     first = {}
-    for call in gpu_kernels.calls(target.devices[0]):
+    for call in kernel_calls.calls(target.devices[0], "cuda"):
         first.setdefault(call.name.split(" (")[0], call)
     for n, (name, call) in enumerate(first.items()):
         made, temporaries = gpu_kernels.compiled(call, target, tmp_path / str(n))

@@ -52,7 +52,7 @@ def blocks_of_gpu(most, *sizes):
 
 SMALL_GPU = blocks_of_gpu(16, (64, 16), (16, 64), (32, 64))
 FORMS = {
-    "pallas_tpu": jax.jit(functools.partial(both, config=Config(block=256), interpret=True)),
+    "pallas_tpu": jax.jit(functools.partial(both, how=Config(block=256), interpret=True)),
     "pallas_gpu": jax.jit(functools.partial(both, kernel=pallas_gpu, interpret=True)),
     "pallas_gpu small": jax.jit(functools.partial(both, kernel=pallas_gpu, how=SMALL_GPU, interpret=True)),
 }
@@ -112,7 +112,7 @@ def test_kernels_have_no_races_and_read_nothing_that_was_not_written(rng):
     from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 
     args = arguments(rng, 1, 1, 2, 256, 16, 16)
-    made = both(*args, config=Config(block=128), interpret=pltpu.InterpretParams(detect_races=True))
+    made = both(*args, how=Config(block=128), interpret=pltpu.InterpretParams(detect_races=True))
     assert not interpret_pallas_call.races.races_found
     for ours, theirs in zip(made, wanted(*args), strict=True):
         np.testing.assert_allclose(np.array(ours, np.float64), theirs, atol=1e-5 * max(1, np.abs(theirs).max()), rtol=0)
