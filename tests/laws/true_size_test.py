@@ -7,6 +7,10 @@ import jax.numpy as jnp
 import pytest
 
 from mint_jax import params as params_lib
+from mint_jax.aot import chips
+from mint_jax.aot.measure import measure
+from mint_jax.aot.programs import device_bytes
+from mint_jax.jobs import scale_up
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig, bucket_of
 from mint_jax.models import transformer
@@ -18,6 +22,7 @@ from mint_jax.train import state as state_lib
 from mint_jax.train import step
 from mint_jax.train.batch import Batch
 from mint_jax.train.losses import LossCoefs, Targets
+from tests.laws.configs_trace_test import load
 from tests.marks import first
 
 # One layer, for XLA's count takes the body of a loop once whatever its length.
@@ -154,3 +159,16 @@ def test_sampling_costs_the_same_however_many_adapters_are_resident(program, cfg
     one_slot = params_lib.nbytes(lora_tree.stack_specs(specs, lora_tree.LINEAR_TARGETS, 4, 1))
     assert lookup == 14 * one_slot + 14 * 4  # factors and scales
     assert many_memory.temp_size_in_bytes - few_memory.temp_size_in_bytes < one_slot, "nothing is copied for adapters that nobody uses"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v5e:2x4"])
+def test_a_pods_optimizer_changes_its_state_in_place_factor_by_factor(topology):
+    """Sixteen policies of rank 32 on Qwen3-4B, ahead of time: temporaries are less than half of what one policy has on a device."""
+    question = scale_up.Question(load("configs/scale_up/qwen3_4b.py"))
+    target = chips.target(topology)
+    plan = question.plan(target)
+    _, program = plan.training(question.train)
+    made = measure(program, plan.mesh, target)
+    assert made.aliased >= 0.99 * device_bytes(program.args[0]), "the state stays where it is"
+    assert made.temporaries < made.aliased / question.train.policies / 2
