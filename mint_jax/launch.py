@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import absl.logging
-import jax
 from ml_collections import ConfigDict
 
 from mint_jax import compiling, host, multihost
@@ -192,7 +191,7 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
         before = dispatch.fallen.copy()
         result = importlib.import_module(JOBS[str(config.job)]).run(config, workdir)
         if "kernels" in config:  # a result that has them already keeps them: of other chips, or of a run that was finished before
-            result = {"kernels_passed_over": dispatch.passed_over(before, _platform())} | result
+            result = {"kernels_passed_over": dispatch.passed_over(before, dispatch.platform_here())} | result
         save_result(result, workdir, config)
         return result
     except OSError as error:
@@ -200,12 +199,6 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
             raise
         place = error.filename or workdir
         raise UserError(f"{place} cannot be written, the disk is full: free disk space, then start again with the same command") from None
-
-
-def _platform() -> str:
-    """What programs are lowered for here."""
-    backend = jax.default_backend()
-    return "cuda" if backend == "gpu" else backend
 
 
 def _terminate(number: int, frame: object) -> None:

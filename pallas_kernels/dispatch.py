@@ -50,6 +50,12 @@ class Implementation(NamedTuple):
     require: Callable[..., None]
 
 
+def platform_here() -> str:
+    """The platform that programs for this process's devices are lowered for, as ``Implementation`` has it."""
+    backend = jax.default_backend()
+    return "cuda" if backend == "gpu" else backend
+
+
 def named(implementation: str) -> bool:
     """Whether this is a kernel's name, which on a CPU runs in an interpreter."""
     return implementation not in ("auto", "xla", "cpu")

@@ -20,10 +20,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from pallas_kernels import cache
+from pallas_kernels import cache, dispatch
 
 Sizes = TypeVar("Sizes", bound=tuple)
-BACKENDS = {"cuda": "gpu"}  # JAX's name of a platform's devices, where it is another one
 
 
 class Choice(NamedTuple):
@@ -107,7 +106,7 @@ def power(n: int) -> int:
 
 
 def _attached(platform: str) -> str | None:
-    return jax.local_devices()[0].device_kind if jax.default_backend() == BACKENDS.get(platform, platform) else None
+    return jax.local_devices()[0].device_kind if dispatch.platform_here() == platform else None
 
 
 def filename(device: str) -> str:

@@ -116,8 +116,7 @@ class _Cell:
 
     def _reason(self, one: dispatch.Implementation) -> str:
         """Why an implementation cannot run, or nothing."""
-        here = jax.default_backend()
-        if one.platform not in (None, {"gpu": "cuda"}.get(here, here)):
+        if one.platform not in (None, here := dispatch.platform_here()):
             return f"a kernel for {one.platform}, and this is {here}"
         tables: list[Any] = [(packed_lora.ADD, (self.x, self.a, self.b, self.g, self.factor))]
         if self.backward:

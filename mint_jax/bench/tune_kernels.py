@@ -24,7 +24,7 @@ from mint_jax.aot.kernel_calls import Call
 from mint_jax.bench import timing
 from mint_jax.errors import UserError
 from mint_jax.metrics import Progress
-from pallas_kernels import cache, tuning
+from pallas_kernels import cache, dispatch, tuning
 
 # Of the largest entry: sums in another order, and results of bfloat16 that are rounded to a neighbour.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2}
@@ -122,7 +122,7 @@ def _repeated(made: Callable[..., Any], args: tuple[Any, ...], times: int) -> No
 def run(config: Any, workdir: Path, **_: Any) -> dict[str, Any]:
     """Runs the bench; returns its report."""
     device = jax.local_devices()[0]
-    platform = {"gpu": "cuda"}.get(device.platform, device.platform)
+    platform = dispatch.platform_here()
     report: dict[str, Any] = {"bench": "tune_kernels", "device": timing.device(), "kind": device.device_kind, "n": config.n, "calls": []}
     if platform not in ("tpu", "cuda"):
         return report | {"empty": f"kernels whose sizes can be chosen are of TPUs and GPUs, and this is {platform}"}

@@ -51,6 +51,7 @@ from mint_jax.service.curves import Curves
 from mint_jax.service.durable import Durable
 from mint_jax.service.fairness import Counters
 from mint_jax.service.futures import Conflict
+from mint_jax.service.kernel_metrics import KernelMetrics
 from mint_jax.service.loop import Loop
 from mint_jax.service.owned import Owned
 from mint_jax.service.provenance import Sequences
@@ -170,6 +171,7 @@ class Server:
             )
             opened.callback(self.residency.close)
             self.metrics.register(CostMetrics(self.costs))
+            self.metrics.register(KernelMetrics())
             self.metrics.register(AdapterMetrics(self.residency, self.weights.names_of))
             decode = None if base.tokenizer is None else base.tokenizer.decode
             routed = base.cfg.routed

@@ -138,7 +138,13 @@ def test_operators_see_the_server_and_tenants_do_not(guarded, secrets):
     assert get(guarded, "/health").status_code == get(guarded, "/ready").status_code == 200
     assert get(guarded, "/debug/state", secrets["root"]).json()["trouble"] == ""
     text = get(guarded, "/metrics", secrets["root"]).text
-    for name in ("mint_http_requests_total", "mint_engine_decodes_total", "mint_training_steps_total", "vllm:lora_requests_info"):
+    for name in (
+        "mint_http_requests_total",
+        "mint_engine_decodes_total",
+        "mint_training_steps_total",
+        "vllm:lora_requests_info",
+        "mint_kernels_passed_over",
+    ):
         assert name in text
     assert guarded.post("create_session", {"tags": []}, secrets["root"]).status_code == 200
     assert guarded.post("asample", {}, secrets["root"]).status_code == 403

@@ -6,7 +6,7 @@ import re
 
 import httpx
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
 from starlette.responses import Response, StreamingResponse
@@ -15,8 +15,10 @@ from starlette.routing import Route
 from mint_jax.errors import UserError
 from mint_jax.residency.metrics import Metrics
 from mint_jax.service.gate import Gate, Limits
+from mint_jax.service.kernel_metrics import KernelMetrics
 from mint_jax.service.keys import Keys, add
 from mint_jax.service.watch import Source, Watch, gaps_of
+from pallas_kernels import dispatch
 
 
 def ask(app, *requests):
@@ -47,6 +49,16 @@ async def _streamed(_):
 def served(watch, keys=None):
     routes = [Route("/api/v1/asample", _answer, methods=["POST"]), Route("/v1/models/{name:path}", _streamed), *watch.routes()]
     return watch.around(Gate(Starlette(routes=routes), keys))
+
+
+def test_kernels_that_were_passed_over_are_counted_with_their_reason(monkeypatch):
+    mine, others = dispatch.Fall("slot_lora", "cpu", "cpu", 'rows are "bfloat16"'), dispatch.Fall("op", "x", "tpu", "no")
+    fallen = collections.Counter({mine: 3, others: 1})
+    monkeypatch.setattr(dispatch, "fallen", fallen)
+    registry = CollectorRegistry()
+    registry.register(KernelMetrics())
+    series = ("mint_kernels_passed_over_total", ("implementation", "cpu"), ("op", "slot_lora"), ("reason", 'rows are "bfloat16"'))
+    assert values(generate_latest(registry).decode()) == {series: 3}
 
 
 def test_requests_are_counted_by_template_and_status(tmp_path):
