@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from mint_jax.aot import chips
-from mint_jax.aot.kernel_calls import Call, calls
+from mint_jax.models.kernel_calls import Call, calls
 from pallas_kernels import tuning
 
 

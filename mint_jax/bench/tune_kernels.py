@@ -1,6 +1,6 @@
 """Sizes of the kernels' tiles by measurement: ``pallas_kernels.tuning``'s tables for the accelerator that is attached.
 
-Of each call (``aot.kernel_calls``) it begins with what is taken now and goes, step by step, to the fastest of the sizes of which one
+Of each call (``models.kernel_calls``) it begins with what is taken now and goes, step by step, to the fastest of the sizes of which one
 number is twice or half as large, as long as one is faster by the whole interval of its ratio. What does not compile there, or gives other
 results, is passed over and told. The end is measured against the beginning once more, alone, and is written only if it is faster by its
 whole interval. ``ratio`` is the beginning's time over the end's. Arguments that a program adds to in place are copied before each call,
@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from mint_jax.aot import kernel_calls
-from mint_jax.aot.kernel_calls import Call
 from mint_jax.bench import timing
 from mint_jax.errors import UserError
 from mint_jax.metrics import Progress
+from mint_jax.models import kernel_calls
+from mint_jax.models.kernel_calls import Call
 from pallas_kernels import cache, dispatch, tuning
 
 # Of the largest entry: sums in another order, and results of bfloat16 that are rounded to a neighbour.
