@@ -349,12 +349,16 @@ def name_slots(stacks: "Stacks", slots: Mapping[int, jax.Array], kernel: str = "
 
 def _row_bucket(stack: AdapterStack, slots_B: jax.Array) -> RowBucket:
     B, C = slots_B.shape[0], min(slots_B.shape[0], stack.slots)
+    slots_B = sharding.constrain(slots_B, None)
     first = jnp.argmax(slots_B[:, None] == slots_B[None], axis=1)  # of the rows of the same slot
     leads = (first == jnp.arange(B)) & (slots_B >= 0)
     number = jnp.cumsum(leads) - 1
     distinct = jnp.zeros((C,), jnp.int32).at[jnp.where(leads, number, C)].set(slots_B, mode="drop")
     form = jnp.minimum(jnp.sum(leads), 2).astype(jnp.int32)
-    return RowBucket(stack.factors, stack.scale, slots_B, form, distinct, number[first].astype(jnp.int32))
+    # A few numbers, and each device has them all: split by whatever the rows are, they were gathered and summed in parts, and for a mesh
+    # of experts and heads (16 x 4 chips of a v5p, one block of a prompt on each part) the TPU's compiler ended the process.
+    distinct, order = (sharding.constrain(x, None) for x in (distinct, number[first].astype(jnp.int32)))
+    return RowBucket(stack.factors, stack.scale, slots_B, form, distinct, order)
 
 
 def adapter_nbytes(base_specs: Any, config: AdapterConfig) -> int:

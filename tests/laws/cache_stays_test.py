@@ -195,7 +195,7 @@ def test_the_check_sees_a_pool_that_moves():
     pool = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), specs, where)
     latent = pool["dense"]["latent"]
     whole = jax.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    with pytest.raises(AssertionError, match="all-gather"):
+    with pytest.raises(AssertionError, match=r"all-gather|copy"):  # jaxlib 0.12 turns what it gathers
         check(jax.jit(lambda x: x * 2, out_shardings=whole).lower(latent).compile().as_text(), pool)
     with pytest.raises(AssertionError, match="copy"):
         check(jax.jit(lambda x: (x.at[0, 0].set(1.0), x[0, 0, 0, 0])).lower(latent).compile().as_text(), pool)
@@ -204,12 +204,41 @@ def test_the_check_sees_a_pool_that_moves():
 PODS = ("glm_5", "kimi_k2", "qwen3_235b_a22b", "qwen3_30b_a3b", "qwen3_4b")
 
 
+def config_of(name):
+    scope: dict = {}
+    exec((Path(__file__).parents[2] / "configs" / "scale_up" / f"{name}.py").read_text(), scope)
+    return scope["get_config"]()
+
+
+def check_prefill(config):
+    question, target = scale_up.Question(config), chips.target(config.topology)
+    plan = question.plan(target)
+    prefill = plan.sampling(question.rollout)[0]
+    m = measure(prefill, plan.mesh, target)
+    assert m.fits(0.05), m.reason(0.05)
+    assert not copied(m.text, prefill.args[2])
+    assert m.aliased >= programs.device_bytes(prefill.args[2])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", PODS)
+def test_prompts_are_read_on_every_pod(name):
+    """With five layers: of a mesh of experts and heads the TPU's compiler once ended the process, at any number of layers."""
+    config = config_of(name)
+    config.model.num_hidden_layers = 5
+    check_prefill(config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PODS)
+def test_prompts_are_read_on_every_pod_by_the_whole_model(name):
+    check_prefill(config_of(name))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PODS)
 def test_a_thousand_rows_of_eight_thousand_tokens_decode_on_every_pod(name):
-    scope: dict = {}
-    exec((Path(__file__).parents[2] / "configs" / "scale_up" / f"{name}.py").read_text(), scope)
-    config = scope["get_config"]()
+    config = config_of(name)
     question, target = scale_up.Question(config), chips.target(config.topology)
     plan = question.plan(target)
     # Four chips cannot hold 4,096 tokens of each row beside the prompts: there nearly all of the context is shared.

@@ -23,6 +23,7 @@ from mint_jax.train import step
 from mint_jax.train.batch import Batch
 from mint_jax.train.losses import LossCoefs, Targets
 from tests.laws.configs_trace_test import load
+from tests.laws.vmap_one_matmul_test import equations
 from tests.marks import first
 
 # One layer, for XLA's count takes the body of a loop once whatever its length.
@@ -119,15 +120,10 @@ def test_all_layers_gradients_are_in_the_bases_dtype_until_they_are_summed(cfg, 
     """In float32 they were twice the bytes beside a bfloat16 base: 1.6 GB a device of Qwen3-4B's training step on v5p."""
     cfg, policies, rank = cfg.replace(num_layers=3), 5, 7  # sizes that nothing else has
 
-    def scans(jaxpr):
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name == "scan":
-                yield eqn
-            for inner in jax.core.jaxprs_in_params(eqn.params):
-                yield from scans(inner)
-
     slots = ((bucket_of(rank), policies + 1),)  # the sums have another shape then, and are float32
-    made = [out.aval for eqn in scans(traced((rank,) * policies, slots, cfg, dtype).jaxpr.jaxpr) for out in eqn.outvars]
+    traced_here = traced((rank,) * policies, slots, cfg, dtype).jaxpr.jaxpr
+    scans = [eqn for eqn in equations(traced_here) if eqn.primitive.name == "scan"]
+    made = [out.aval for eqn in scans for out in eqn.outvars]
     gradients = [x for x in made if x.shape[:2] == (3, policies) and bucket_of(rank) in x.shape[2:]]
     # q, k, v, o and the MLP's three, of A and of B
     assert len(gradients) >= 14, "one of each factor"

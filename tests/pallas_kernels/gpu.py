@@ -11,9 +11,14 @@ HOPPER = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu"
 KERNEL = "__gpu$xla.gpu.triton"
 
 
+def abstract() -> Any:
+    """A context in which programs for GPUs are lowered where there is none."""
+    return jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=HOPPER))
+
+
 def text(fn: Callable[..., Any], *args: Any) -> str:
     """What a call of ``fn`` is lowered to."""
-    with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ("x",), axis_types=(AxisType.Auto,), abstract_device=HOPPER)):
+    with abstract():
         return jax.jit(fn).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 

@@ -173,7 +173,7 @@ except ValueError as error:
 
 
 def test_what_was_compiled_is_found_again_and_other_sources_are_not(monkeypatch, tmp_path):
-    monkeypatch.setattr(native, "_cache", lambda: tmp_path)
+    monkeypatch.setenv("MINT_JAX_CACHE", str(tmp_path))
     asked = []
     told = native._told
 

@@ -1,5 +1,6 @@
 """Programs are lowered and exported where no chip is attached and no topology is named: every kernel of TPUs, and what ``auto`` allows."""
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -74,7 +75,8 @@ def test_a_program_is_exported_for_one_platform_with_its_kernel_or_for_several_w
     def exported(implementation: str, *platforms: str) -> str:
         call = jax.jit(functools.partial(paged_attention.paged_attention, scale=0.1, implementation=implementation))
         ours = export.DisabledSafetyCheck.custom_call(gpu.KERNEL)
-        return export.export(call, platforms=platforms, disabled_checks=[ours])(*args).mlir_module()
+        with gpu.abstract() if "cuda" in platforms else contextlib.nullcontext():
+            return export.export(call, platforms=platforms, disabled_checks=[ours])(*args).mlir_module()
 
     for platform, kernel in (("cpu", None), ("tpu", "@tpu_custom_call"), ("cuda", f"@{gpu.KERNEL}")):
         text = exported("auto", platform)
