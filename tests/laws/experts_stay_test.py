@@ -129,6 +129,21 @@ def test_a_tpu_reads_experts_from_where_they_are(targets, quantise):
     assert m.temporaries < 3 * E // 8 * D * F * 2 / 10, "a tenth of a layer's experts, which were 71 % when they were sliced"
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("targets", [("all-linear",), ("q", "o")], ids=["adapters of experts", "of attention"])
+def test_a_tpus_training_step_copies_no_stack_of_experts(targets):
+    """Ahead of time, three layers: backward each layer's matrices are turned, and never those of all layers at once."""
+    D, F, E, L = 2048, 768, 128, 3
+    shape = {"vocab_size": 1024, "d_model": D, "num_layers": L, "num_heads": 4, "num_kv_heads": 2, "head_dim": 128, "d_ff": 256}
+    cfg = ModelConfig("qwen3_moe", **shape, qk_norm=True, experts=Experts(count=E, per_token=4, width=F))
+    target = chips.target("v5e:2x4")
+    plan = programs.Plan(cfg, make_mesh({"expert": 8}, list(target.devices)), jnp.bfloat16, AdapterConfig(4, targets=targets))
+    m = measure(plan.training(programs.TrainShape(policies=4, rows=2, tokens=256, targets=128))[0], plan.mesh, target)
+    stacks = [(*many, *one) for many in ((L, E // 8), (L * E // 8,)) for one in ((D, F), (F, D))]
+    text = "\n".join(line for line in m.text.splitlines() if " while(" not in line and " tuple(" not in line)
+    assert not [one for stack in stacks for one in made(text, stack)]
+
+
 def test_the_check_sees_an_expert_that_travels():
     mesh = make_mesh(SIZES)
     split = jax.NamedSharding(mesh, sharding.partition(("experts",), mesh))
