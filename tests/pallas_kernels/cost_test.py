@@ -34,17 +34,18 @@ def layer(factor, sizes, adapters: int, rank: int) -> tuple[cost.Cost, cost.Cost
 
 
 # Inside the base's product and alone, of the base's bytes; expected. A drawn routing differs by a percent: of 128 experts
-# 64 tokens leave out 2 give or take 1.4.
+# 64 tokens leave out 2 give or take 1.4, and 8 once in 700 draws, which is 5 %: so it is the mean of several.
 FLOORS = {(64, 64, 16): (0.116, 0.124), (1024, 8, 16): (0.211, 0.335), (1024, 64, 16): (1.086, 1.211), (1024, 1024, 1): (0.105, 0.230)}
 
 
 @pytest.mark.parametrize("case", FLOORS, ids=str)
 def test_floors_of_qwen3_30b_a3b(rng, case):
     tokens, adapters, rank = case
-    lora, base = layer(*routed(rng, tokens, adapters), adapters, rank)
+    drawn = [layer(*routed(rng, tokens, adapters), adapters, rank) for _ in range(8)]
     inside, alone = FLOORS[case]
-    assert lora.weights / base.nbytes == pytest.approx(inside, rel=0.05)
-    assert lora.nbytes / base.nbytes == pytest.approx(alone, rel=0.05)
+    assert np.mean([lora.weights / base.nbytes for lora, base in drawn]) == pytest.approx(inside, rel=0.05)
+    assert np.mean([lora.nbytes / base.nbytes for lora, base in drawn]) == pytest.approx(alone, rel=0.05)
+    lora, base = drawn[0]
     # The same by its own arithmetic: a row's 2 R (D + F) operations a projection, the base's 2 D F.
     assert lora.flops == tokens * X * 3 * 2 * rank * (D + F)
     assert base.flops == tokens * X * 3 * 2 * D * F
