@@ -12,6 +12,7 @@ serve all users goes to the folder ``tuned`` of its op.
 
 import functools
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,7 +111,12 @@ def _check(made: Any, wanted: Any) -> None:
 
 def _side(made: Callable[..., Any], args: tuple[Any, ...], least_s: float) -> Side:
     once = functools.partial(_repeated, made, args)
-    return functools.partial(once, max(1, round(least_s / max(1e-7, statistics.median(timing.in_turn("", {"": lambda: once(1)}, 3)[""])))))
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        once(1)
+        seconds.append(time.perf_counter() - began)
+    return functools.partial(once, max(1, round(least_s / statistics.median(seconds))))
 
 
 def _repeated(made: Callable[..., Any], args: tuple[Any, ...], times: int) -> None:
@@ -137,7 +143,7 @@ def run(config: Any, workdir: Path, **_: Any) -> dict[str, Any]:
         else:
             row |= {name: getattr(found, name) for name in ("key", "ratio", "tried", "refused")}
             row |= {"rule": tuning.as_dict(found.rule), "best": tuning.as_dict(found.best)}
-            keep(found, call.op, device.device_kind, config.n, workdir, config.keep)
+            keep(found, call.op, device.device_kind, workdir, config.keep)
         report["calls"].append(row)
         progress.update(k + 1, f"{call.name} {row.get('ratio') or row.get('empty') or 'as it was'}")
     return report
@@ -154,7 +160,7 @@ def _chosen(config: Any, calls: Iterator[Call]) -> Iterator[Call]:
             yield call
 
 
-def keep(found: Found, op: str, device: str, n: int, workdir: Path, in_cache: bool) -> None:
+def keep(found: Found, op: str, device: str, workdir: Path, in_cache: bool) -> None:
     """Writes an entry where the best is another one than before; into the cache too, if wanted."""
     if found.ratio is None:
         return

@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from mint_jax.models import attention
-from pallas_kernels import dispatch, grouped_matmul, latent_attention, packed_lora, packed_matmul, paged_attention
+from pallas_kernels import dispatch, grouped_matmul, latent_attention, packed_lora, packed_matmul, paged_attention, slot_lora
 from pallas_kernels.grouped_matmul import shapes as grouped_shapes
 from pallas_kernels.latent_attention import shapes as latent_shapes
 from pallas_kernels.packed_attention import shapes as attention_shapes
@@ -75,8 +75,7 @@ def calls(device: Any, platform: str) -> Iterator[Call]:
 
     yield from _grouped(spec) if platform == "cuda" else _packed_matmul(spec)
     yield from _packed_lora(spec)
-    if platform == "cuda":
-        yield from _slot_lora(spec)
+    yield from _slot_lora(spec, platform)
     yield from _packed_attention(spec)
     yield from _paged(spec)
 
@@ -123,14 +122,20 @@ def _packed_lora(spec: Spec) -> Iterator[Call]:
             yield Call(op, s, fn, args, (onto,), lambda rng, s=s: (np.sort(rng.integers(0, s.factors, s.rows)),))
 
 
-def _slot_lora(spec: Spec) -> Iterator[Call]:
+def _slot_lora(spec: Spec, platform: str) -> Iterator[Call]:
+    """On GPUs rows are sorted by their slots before a kernel has them; on TPUs it is packed LoRA's, of rows in any order."""
+
     def numbers(rng: np.random.Generator, s: lora_shapes.Shape) -> tuple[Any, ...]:
-        return (np.sort(rng.integers(0, s.factors, s.rows)),)
+        slots = rng.integers(0, s.factors, s.rows)
+        return (np.sort(slots) if platform == "cuda" else slots,)
 
     for s in (*slot_shapes.DECODE, *slot_shapes.PREFILL):
         x, onto, (F,) = spec(s.rows, s.d_in, dtype=s.dtype), spec(s.rows, *s.d_out, dtype=s.dtype), s.d_out
         a, b = (spec(s.factors, s.rank, n, dtype=s.dtype) for n in (s.d_in, F))
         inner, factor, of = spec(s.rows, s.rank, dtype="float32"), spec(s.rows, dtype="int32"), functools.partial(numbers, s=s)
+        if platform == "tpu":
+            yield Call("packed_lora", s, slot_lora.pallas_tpu.add, (x, a, b, onto, factor), (3,), of)
+            continue
         yield Call("packed_lora shrink", s, packed_lora.pallas_gpu.shrink, (x, a, factor), (), of)
         yield Call("packed_lora expand", s, packed_lora.pallas_gpu.expand, (inner, b, onto, factor), (2,), of)
 

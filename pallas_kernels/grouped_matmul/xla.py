@@ -16,7 +16,7 @@ def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array, index: jax.Arra
     """See ``grouped_matmul``."""
     if index is not None and index.ndim == 0:
         # The slice as it lies in the stack: the transposed product wants it turned, and XLA would turn the whole stack before the loop over
-        # layers, a copy of two of three matrices of all experts (Qwen3-30B-A3B on eight v5p chips 4.8 GB a device, Kimi-K2 on 128 18 GB).
+        # layers, a copy of two of three matrices of all experts (Qwen3-30B-A3B on eight v5p chips 4.8 GB a device, Kimi-K2 on 128 21 GB).
         w = with_layout_constraint(jax.lax.dynamic_slice_in_dim(w, index, sizes.shape[0]), Layout((0, 1, 2)))
         index = None
     # Matrices that the groups share are the base's: finite, or no policy's results are. Those that an index gives are single

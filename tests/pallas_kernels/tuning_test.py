@@ -122,7 +122,7 @@ def test_the_search_ends_at_the_fastest_sizes_and_programs_take_them(rng, monkey
 
     def clock(what, sides, n, warm=1):
         def seconds(name):
-            rows = {"rule": 16, "best": 64}.get(name) or int(re.search(r"rows=(\d+)", name)[1]) if name else 1
+            rows = {"rule": 16, "best": 64}.get(name) or int(re.search(r"rows=(\d+)", name)[1])
             return 1 + abs(rows - 64) / 64
 
         return {name: [seconds(name) * (1 + 0.001 * k) for k in range(n)] for name in sides}
@@ -132,7 +132,7 @@ def test_the_search_ends_at_the_fastest_sizes_and_programs_take_them(rng, monkey
     assert (found.rule.rows, found.best) == (16, found.rule._replace(rows=64))
     assert found.ratio["interval"][0] > 1.5
     for to_cache in (False, True):
-        tune_kernels.keep(found, call.op, DEVICE, 5, tmp_path / "work", to_cache)
+        tune_kernels.keep(found, call.op, DEVICE, tmp_path / "work", to_cache)
         with tuning.on(DEVICE):
             assert (pallas_gpu.config("packed_lora", args[0], args[1]) == found.best) == to_cache
     assert json.loads((tmp_path / "work" / "tuned" / "packed_lora" / "nvidia_h200.json").read_text())["packed_lora"][found.key]["ratio"]
