@@ -22,6 +22,7 @@ from mint_jax.catalog.packed import pack, unpack
 from mint_jax.errors import Interrupted, UserError
 from mint_jax.jobs import JOBS, sample, score, settings
 from mint_jax.jobs.output import Output
+from pallas_kernels import dispatch
 from tests import oracles
 
 ATOL = 2e-4  # float32 on both sides, sums of up to 80 terms in another order
@@ -76,7 +77,7 @@ def test_a_result_tells_which_kernels_of_its_machine_were_passed_over(hf_dirs, t
     told = {}
     for platform in ("cpu", "tpu"):
         jax.clear_caches()  # what other tests have traced would not be asked about again
-        monkeypatch.setattr(launch, "_platform", lambda platform=platform: platform)
+        monkeypatch.setattr(dispatch, "platform_here", lambda platform=platform: platform)
         fields = {"input": str(tmp_path / "in.jsonl"), "output": str(tmp_path / f"{platform}.jsonl"), "sampling": {"max_tokens": 2}}
         config = config_of("sample", base=str(hf_dirs("llama")), **fields)
         settings.complete(config)

@@ -107,7 +107,10 @@ def test_a_layer_of_a_stack_is_that_layer_alone(name, form, request, rng):
     x, ids, weights, p, lora, g = _problem(rng, name)
     for layer in (0, 2):
         got, want = _ours(x, ids, weights, of_stack(p, layer), lora, g), _ours(x, ids, weights, p, lora, g)
-        jax.tree.map(np.testing.assert_array_equal, got, want)
+        if form == "accelerators":  # their slice's layout is pinned, and a CPU's product adds in another order where the layout is another
+            _assert_close(got, want)
+        else:
+            jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 def test_a_base_that_learns_has_its_gradient_in_its_layer_alone(rng):

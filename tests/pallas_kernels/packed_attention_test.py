@@ -95,7 +95,7 @@ def test_blocks_of_strangers_are_passed_over_and_their_numbers_never_seen(rng, f
     assert [visits[0, i, : counts[0, i]].tolist() for i in range(8)] == [[0], [0], [1], [1], [2], [2], [1, 3], [1, 3]]
     visits, counts = pallas_gpu._visits(jnp.array(own), jnp.array(parent), block.of_keys, True)
     assert [visits[0, j, : counts[0, j]].tolist() for j in range(8)] == [[0], [0], [1, 3], [1, 3], [2], [2], [3], [3]]
-    how = {"pallas_tpu": {"config": Config(block=128)}, "pallas_gpu": {"kernel": pallas_gpu, "how": block}}[form]
+    how = {"pallas_tpu": {"how": Config(block=128)}, "pallas_gpu": {"kernel": pallas_gpu, "how": block}}[form]
     run = jax.jit(functools.partial(both, interpret=True, **how))
     clean = run(q, k, v, own, parent, g)
     bad = slice(256, 384)
