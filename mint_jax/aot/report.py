@@ -1,5 +1,6 @@
 """What was measured, as rows of a table and as a picture."""
 
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -62,8 +63,12 @@ def _number(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
 
 
-def picture(title: str, measured: Sequence[Measured], path: Path) -> None:
-    """Bytes of each device stacked against its memory, and the three terms of each program's estimated time."""
+def picture(title: Sequence[str], measured: Sequence[Measured], path: Path) -> None:
+    """Bytes of each device stacked against its memory, and the three terms of each program's estimated time.
+
+    Args:
+        title: lines, each broken where it is wider than the picture.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -94,7 +99,9 @@ def picture(title: str, measured: Sequence[Measured], path: Path) -> None:
         right.set_ylim(1e3 * longest / 1e5, 2e3 * longest)
     right.set_ylabel("ms a call at datasheet peaks (estimate)")
     right.legend(fontsize=8)
-    figure.suptitle(title, fontsize=10)
+    lines = [part for line in title for part in textwrap.wrap(line, 130)]  # as many letters as 10 inches hold
+    figure.set_figheight(3.2 + 0.2 * len(lines))
+    figure.suptitle("\n".join(lines), fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -186,4 +186,4 @@ def _show(question: Question, result: dict[str, Any], measured: list[Measured], 
     for one in result["kernels_passed_over"]:
         say(f"{one['op']}: {one['implementation']} was passed over {one['times']} times: {one['reason']}")
     say("prefill is a call with the last blocks of prompts, decode the last token of every row")
-    aot_report.picture(f"{base}\n{pod}; {adapters}", measured, workdir / "scale_up.png")
+    aot_report.picture((base, pod, adapters), measured, workdir / "scale_up.png")

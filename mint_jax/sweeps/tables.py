@@ -134,6 +134,52 @@ ROWS = (
         "the same of 4, 16, 64, 256 policies: what it takes longer than one step of a single policy with all the rows",
         _each("{train[rank=8,policies=@].overhead|percent}", (4, 16, 64)) + ", {train_many[rank=8,policies=256].overhead|percent}",
     ),
+    *(
+        Row(
+            "learning",
+            f"GRPO, 12 steps, mean reward of `{policy}` before, and after at ranks 1, 4, 16, 64 and 512 of 576 (three seeds)",
+            f"{{rl[loss=ppo,rank=1,policy={policy}].reward_before|ratio}}; "
+            + _each(f"{{rl[loss=ppo,rank=@,policy={policy}].reward_after|ratio}}", (1, 4, 16, 64, 512)),
+            others,
+        )
+        for policy, others in (("adder", "MinT, rank 1, another task: 0.11 to 0.47"), ("bracket", ""), ("copier", ""), ("larger", ""))
+    ),
+    Row(
+        "learning",
+        "CISPO: the same of `adder`",
+        "{rl[loss=cispo,rank=1,policy=adder].reward_before|ratio}; "
+        + _each("{rl[loss=cispo,rank=@,policy=adder].reward_after|ratio}", (1, 4, 16, 64, 512)),
+    ),
+    Row(
+        "learning",
+        "PPO, two updates a rollout: `adder` after at ranks 1, 4, 16, 64",
+        _each("{rl_two_updates[rank=@,policy=adder].reward_after|ratio}", (1, 4, 16, 64)),
+    ),
+    Row(
+        "learning",
+        "SFT, held-out loss of `adder` before, and after at ranks 1, 4, 16, 64",
+        "{sft[rank=1,policy=adder].loss_before|ratio}; " + _each("{sft[rank=@,policy=adder].loss_after|ratio}", (1, 4, 16, 64)),
+    ),
+    Row(
+        "learning",
+        "DPO, held-out margin of `adder` after at ranks 1, 4, 16, 64",
+        _each("{dpo[rank=@,policy=adder].margin_after|ratio}", (1, 4, 16, 64)),
+        "MinT, chat pairs: -0.03 to 30.88",
+    ),
+    Row(
+        "learning",
+        "a trainer whose routers differ by noise of 0, 0.3, 1: |log ratio| of its tokens with replayed routes; without",
+        _each("{replay[router_noise=@,replay=True,policy=everything].gap|ratio}", (0.0, 0.3, 1.0))
+        + "; "
+        + _each("{replay[router_noise=@,replay=False,policy=everything].gap|ratio}", (0.0, 0.3, 1.0)),
+    ),
+    Row(
+        "learning",
+        "a sampler in int8, in float8, GRPO of rank 16: `adder` after, without a band; with it",
+        _each("{eight_bits[quantise=@,policy=adder].reward_after|ratio}", ("int8", "float8"))
+        + "; "
+        + _each("{eight_bits_band[quantise=@,policy=adder].reward_after|ratio}", ("int8", "float8")),
+    ),
     Row(
         "scale_up",
         "Qwen3-4B on its pod, rank 16 on all linear projections: bytes a device of training, prefill, decode",
