@@ -257,7 +257,7 @@ def _gaps(config: Any, tenants: _Tenants, loop: Loop, names: Sequence[str]) -> d
         for thread in threads:
             thread.join()
         progress.update(min(config.n, len(rates["beside"])))
-    least = min(cost for (_, backward), cost in loop.training.live.costs.items() if backward)
+    least = min(seconds for _, backward, seconds in loop.training.live.times if backward)
     return {
         "gap_p50_ms": timing.percentile(loop.gaps, 50, 1e3),
         "gap_p90_ms": timing.percentile(loop.gaps, 90, 1e3),
@@ -358,5 +358,5 @@ def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], **_: Any) 
         "flop_floor_round": float(f"{floor:.3g}"),
         "steps": live.counts["steps"],
         "tokens_over_padded": round(live.counts["tokens"] / max(1, live.counts["padded_tokens"]), 3),
-        "costs_s": {f"{s.blocks} x {s.rows} x {s.tokens}{'' if b else ' forward'}": round(c, 3) for (s, b), c in live.costs.items()},
+        "costs_s": {f"{s.blocks} x {s.rows} x {s.tokens}{'' if b else ' forward'}": round(c, 3) for s, b, c in live.times},
     }

@@ -38,6 +38,7 @@ from mint_jax.train.blocks import Block, BlockShape, Work
 from mint_jax.train.held import PARTS, Held, Spilled
 from mint_jax.train.losses import KINDS, LossCoefs
 from mint_jax.train.state import Hyper, OptimizerConfig, State, TrainStack
+from mint_jax.train.step_times import StepTimes
 
 SHAPES = (BlockShape(1, 1, 256), BlockShape(8, 1, 256), BlockShape(1, 1, 1024), BlockShape(4, 1, 1024), BlockShape(1, 1, 1024, 32))
 COUNTS = ("steps", "tokens", "padded_tokens", "slots_written", "slots_read", "spills_written", "spills_read")  # shown from the start, as 0
@@ -122,7 +123,7 @@ class Live:
 
     Attributes:
         counts: steps, tokens (padding counted and not), slots written and read, states written to files and read again.
-        costs: seconds of a step by (shape, whether it is backward), as measured last.
+        times: seconds of a step of each shape, as measured.
 
     Raises:
         UserError: a bucket that is no power of two, no shapes, a target that the base does not have; there are several processes.
@@ -154,7 +155,7 @@ class Live:
         self.slots = dict(sorted(slots.items()))
         self.host_bytes, self.folder = host_bytes, folder
         self.counts: collections.Counter[str] = collections.Counter(dict.fromkeys(COUNTS, 0))
-        self.costs: dict[tuple[BlockShape, bool], float] = {}
+        self.times = StepTimes()
         self._policies: dict[str, _Policy] = {}
         self._free = {bucket: list(range(n))[::-1] for bucket, n in self.slots.items()}
         self._clock = 0
@@ -260,7 +261,7 @@ class Live:
             if (shape.width > 1) == (first.width > 1):
                 made = blocks_lib.cut([work for work in alike if work.width <= shape.width], shape)
                 if any(block.work is first for block in made):
-                    found.append((self._cost(shape, first.backward), shape, made))
+                    found.append((self.times.seconds(shape, first.backward), shape, made))
         if not found:
             raise UserError(f"no step takes what is left of the request of policy {first.policy!r}: see blocks.check")
         cheap = [one for one in found if bound_s is not None and one[0] <= bound_s]
@@ -272,13 +273,6 @@ class Live:
     def _kind(self, work: Work) -> tuple[Any, ...]:
         """What must be the same in works of one step."""
         return self._known(work.policy).bucket, work.backward, work.width > 1, work.routed
-
-    def _cost(self, shape: BlockShape, backward: bool) -> float:
-        """Seconds; of a shape that has not run yet by those that have, or its tokens where none has."""
-        if (shape, backward) in self.costs:
-            return self.costs[shape, backward]
-        known = [(s.size, seconds) for (s, b), seconds in self.costs.items() if b == backward]
-        return shape.size * (sum(s for _, s in known) / sum(n for n, _ in known) if known else 1.0)
 
     def step(self, works: Sequence[Work], bound_s: float | None = None) -> Step:
         """Computes a part of what is left of these requests, the first of them for certain, and hands them their results.
@@ -294,7 +288,7 @@ class Live:
         began = time.perf_counter()
         logp, losses = self._run(bucket, batch, [block.work.coefs for block in made], slots, made[0].work.backward)
         seconds = time.perf_counter() - began
-        self.costs[shape, made[0].work.backward] = seconds
+        self.times.add(shape, made[0].work.backward, seconds)
         if made[0].work.backward:
             for block in made:
                 self._policies[block.work.policy].pending = True
@@ -470,7 +464,7 @@ class Live:
                 self.counts["spills_written"] += 1
 
     def warm(self, progress: Callable[[str, int, int], None] | None = None) -> None:
-        """Compiles every program there is, and measures each shape's cost, so that no request waits for either.
+        """Compiles every program there is, and measures each shape, so that no request waits for either.
 
         Args:
             progress: called with (what, done, in all) before each.
@@ -485,7 +479,7 @@ class Live:
             for _ in range(2):
                 began = time.perf_counter()
                 self._run(bucket, batch, [], nobody, backward)
-                self.costs[shape, backward] = time.perf_counter() - began
+                self.times.add(shape, backward, time.perf_counter() - began)
         for bucket, count in self.slots.items():
             nobody = jax.tree.map(lambda x, n=count: np.zeros((n, *x.shape), x.dtype), Hyper.of(OptimizerConfig()))
             with jax.set_mesh(self.base.mesh):

@@ -344,7 +344,8 @@ def test_a_bound_takes_the_largest_step_below_it(rng, live_of):
     live.join("a", random_state(rng, live.base, CONFIGS["a"]))
     data = [Datum(np.full(12, 5, np.int32), np.full(12, 5, np.int32), np.ones(12, np.float32))] * 8
     work = Work("a", data, coefs("cross_entropy"))
-    live.costs = {(shape, True): cost for shape, cost in zip(SHAPES, (12e-3, 60e-3, 23e-3))}
+    for shape, seconds in zip(SHAPES, (12e-3, 60e-3, 23e-3)):
+        live.times.add(shape, True, seconds)
     assert live.choose([work], None)[0] == SHAPES[1], "the most tokens a second"
     assert live.choose([work], 30e-3)[0] == SHAPES[2]
     assert live.choose([work], 15e-3)[0] == SHAPES[0]
