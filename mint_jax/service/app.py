@@ -1,6 +1,7 @@
 """The HTTP application: every route over one server, behind the gate, and how it is served."""
 
 import contextlib
+import functools
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from starlette.routing import Match, Route
 
 from mint_jax.errors import UserError
 from mint_jax.residency.loads import QueueFull
-from mint_jax.service import admin, connections, openai, openapi
+from mint_jax.service import admin, connections, openai, openapi, status
 from mint_jax.service.asking import reason_of, tenant_of
 from mint_jax.service.bodies import TooLarge, UnknownCoding
 from mint_jax.service.book import NotFound
@@ -97,7 +98,7 @@ def make(server: Server, keys: Keys | None = None, limits: Limits | None = None)
             gaps_of("decode_gap_seconds", "How long rows that decode waited for training.", lambda: list(loop.gaps)),
         ],
         ready=server.trouble,
-        state=server.state,
+        state=functools.partial(status.state_of, server),
         registry=server.metrics,
     )
     browsers, serves = Browsers(keys), _Openai(server)

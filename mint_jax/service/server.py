@@ -39,7 +39,7 @@ from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from mint_jax.rollout.stream import Stream
 from mint_jax.service import checkpoints as checkpoints_
-from mint_jax.service import external, status
+from mint_jax.service import external
 from mint_jax.service.adapter_metrics import AdapterMetrics
 from mint_jax.service.admin import CostMetrics
 from mint_jax.service.answers import Answers
@@ -260,10 +260,6 @@ class Server:
         self.ready = False
         self.durable.futures.end_waits()
         self.answers.wake_all()
-
-    def state(self) -> dict[str, Any]:
-        """For those who look into a server."""
-        return status.state_of(self)
 
     def is_open(self, tenant: str, session: str) -> bool:
         """Whether a session goes on; if so, it was heard of.

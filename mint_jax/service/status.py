@@ -3,20 +3,18 @@
 import collections
 import contextlib
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
 from mint_jax.errors import UserError
 from mint_jax.service.costs import BASE
-
-if TYPE_CHECKING:
-    from mint_jax.service.server import Server
+from mint_jax.service.server import Server
 
 MOST_SHOWN = 200  # policies; the busiest first
 
 
-def state_of(server: "Server") -> dict[str, Any]:
+def state_of(server: Server) -> dict[str, Any]:
     """What is there now. Called in a thread."""
     live, engine = server.live, server.engine
     shown, left_out = policies_of(server)
@@ -40,7 +38,7 @@ def state_of(server: "Server") -> dict[str, Any]:
     }
 
 
-def policies_of(server: "Server") -> tuple[list[dict[str, Any]], int]:
+def policies_of(server: Server) -> tuple[list[dict[str, Any]], int]:
     """The policies that are in training, in slots or asked for, the busiest first, and how many more there are.
 
     Of each: ``training``, where its state is (slot, host, disk); ``serving``, where the nearest of its revisions is (slot, or host where

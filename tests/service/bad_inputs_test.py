@@ -22,6 +22,7 @@ from mint_jax.service import keys as keys_
 from mint_jax.service import tinker_futures
 from mint_jax.service.gate import Limits
 from mint_jax.service.keys import SCOPES
+from mint_jax.service.status import state_of
 from mint_jax.service.wire import messages
 from tests.service import bad_world
 from tests.service.bad_world import CHUNKS, JSON, MISSING, NOBODY, PROTOBUF, TRAINING, Tenant, batch, bodies, changed, put, refused, wrongs
@@ -740,9 +741,9 @@ def test_nobody_noticed(ann, bob, site, before):
     assert threads <= {thread.name for thread in threading.enumerate()}
     assert site.server.durable.failed is None
     give_up = time.monotonic() + 30
-    while site.server.state()["training"]["waiting"] and time.monotonic() < give_up:  # a snapshot may be taken just now
+    while state_of(site.server)["training"]["waiting"] and time.monotonic() < give_up:  # a snapshot may be taken just now
         time.sleep(0.05)
-    state = site.server.state()
+    state = state_of(site.server)
     assert (state["trouble"], state["training"]["waiting"]) == ("", 0)
     ready = httpx.get(f"{site.url}/ready", headers={"x-api-key": bob.key})
     assert ready.status_code == 200

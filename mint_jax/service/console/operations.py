@@ -10,6 +10,7 @@ from mint_jax.errors import UserError
 from mint_jax.service.console.pages import Asked, Page, url_of
 from mint_jax.service.costs import KINDS
 from mint_jax.service.server import Server
+from mint_jax.service.status import state_of
 
 MODELS = 50  # of a page
 RESIDENT = 50  # revisions on the device that are named
@@ -56,7 +57,7 @@ class Operations:
     def state(self, asked: Asked) -> Page:
         """What is where and what waits, of all tenants."""
         server = self.server
-        state, places = server.state(), collections.Counter(server.live.places())
+        state, places = state_of(server), collections.Counter(server.live.places())
         residency, gaps = state["residency"], sorted(server.loop.gaps)
         served = sorted(((tenant, cost.seconds) for tenant, cost in server.costs.since_start().items()), key=lambda one: -one[1])
         values: dict[str, Any] = {
