@@ -124,7 +124,7 @@ bench: setup-dev
 	  $(BIN)/python -m mint_jax.launch --config=$$config:ci --workdir=runs/bench/$$(basename $$config .py) || exit 1; \
 	done
 
-# The paper's sweeps, which go on where they stopped: SIZE=ci for the small ones, SWEEPS="learning" for one that takes three hours.
+# The paper's sweeps, which go on where they stopped: SIZE=ci for the small ones, SWEEPS="learning" for one that takes two hours.
 SIZE ?= cpu
 SWEEPS ?= active_wave cold_staircase handoff packed_load catalog concurrent_grpo scale_up fleet_model
 sweeps: setup-dev

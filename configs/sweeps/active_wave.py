@@ -3,7 +3,7 @@
 Command: python -m mint_jax.launch --config=configs/sweeps/active_wave.py:cpu --workdir=runs/sweeps/cpu/active_wave
 Sizes:   configs/sweeps/active_wave.py:ci, configs/sweeps/active_wave.py:cpu, configs/sweeps/active_wave.py:gpu,
          configs/sweeps/active_wave.py:pod
-Size cpu: SmolLM2-135M, some 25 minutes on two CPU cores, 14 GB of memory; gpu: Qwen3-4B; pod: Qwen3-30B-A3B on all devices.
+Size cpu: SmolLM2-135M, some 10 to 20 minutes on two CPU cores, 14 GB of memory; gpu: Qwen3-4B; pod: Qwen3-30B-A3B on all devices.
 """
 
 from ml_collections import ConfigDict

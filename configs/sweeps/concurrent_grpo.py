@@ -3,7 +3,7 @@
 Command: python -m mint_jax.launch --config=configs/sweeps/concurrent_grpo.py:cpu --workdir=runs/sweeps/cpu/concurrent_grpo
 Sizes:   configs/sweeps/concurrent_grpo.py:ci, configs/sweeps/concurrent_grpo.py:cpu, configs/sweeps/concurrent_grpo.py:gpu,
          configs/sweeps/concurrent_grpo.py:pod
-Size cpu: SmolLM2-135M, one step of 4 rollouts of 8 tokens each; about fifteen minutes on two CPU cores. The other sizes have longer ones.
+Size cpu: SmolLM2-135M, one step of 4 rollouts of 8 tokens each; 10 to 25 minutes on two CPU cores. The other sizes have longer ones.
 """
 
 from ml_collections import ConfigDict

@@ -2,7 +2,7 @@
 
 Command: python -m mint_jax.launch --config=configs/sweeps/scale_up.py:cpu --workdir=runs/sweeps/cpu/scale_up
 Sizes:   configs/sweeps/scale_up.py:ci, configs/sweeps/scale_up.py:cpu, configs/sweeps/scale_up.py:gpu, configs/sweeps/scale_up.py:pod
-Needs the ``tpu-aot`` extra and no accelerator: all sizes run on a CPU. Size cpu: Qwen3-4B on four v5p, some twelve minutes; gpu:
+Needs the ``tpu-aot`` extra and no accelerator: all sizes run on a CPU. Size cpu: Qwen3-4B on four v5p, some six minutes; gpu:
 all configs on a machine with many cores, hours; pod: these, and the search for the smallest pod of each.
 """
 

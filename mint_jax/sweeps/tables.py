@@ -158,7 +158,7 @@ ROWS = (
     Row(
         "learning",
         "SFT, held-out loss of `adder` before, and after at ranks 1, 4, 16, 64",
-        "{sft[rank=1,policy=adder].loss_before|ratio}; " + _each("{sft[rank=@,policy=adder].loss_after|ratio}", (1, 4, 16, 64)),
+        "{sft[rank=1,policy=adder].loss_before|3}; " + _each("{sft[rank=@,policy=adder].loss_after|3}", (1, 4, 16, 64)),
     ),
     Row(
         "learning",
@@ -169,9 +169,9 @@ ROWS = (
     Row(
         "learning",
         "a trainer whose routers differ by noise of 0, 0.3, 1: |log ratio| of its tokens with replayed routes; without",
-        _each("{replay[router_noise=@,replay=True,policy=everything].gap|ratio}", (0.0, 0.3, 1.0))
+        _each("{replay[router_noise=@,replay=True,policy=everything].gap|3}", (0.0, 0.3, 1.0))
         + "; "
-        + _each("{replay[router_noise=@,replay=False,policy=everything].gap|ratio}", (0.0, 0.3, 1.0)),
+        + _each("{replay[router_noise=@,replay=False,policy=everything].gap|3}", (0.0, 0.3, 1.0)),
     ),
     Row(
         "learning",
