@@ -21,6 +21,8 @@ import orbax.checkpoint as ocp
 from mint_jax import multihost
 from mint_jax.errors import UserError
 
+FOLDER = "checkpoints"  # of a run, in its workdir
+
 
 class Checkpoints:
     """Numbered checkpoints of one run.

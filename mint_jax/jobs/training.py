@@ -21,7 +21,7 @@ from mint_jax import params as params_lib
 from mint_jax.catalog.packed import Schema
 from mint_jax.catalog.records.names import full_name
 from mint_jax.catalog.rollouts import Rollouts, pack_rollouts
-from mint_jax.checkpoint import Checkpoints
+from mint_jax.checkpoint import FOLDER, Checkpoints
 from mint_jax.data.buckets import ShapeBook
 from mint_jax.errors import Interrupted, UserError
 from mint_jax.jobs import adapters, common
@@ -106,7 +106,7 @@ class TrainingRun:
         start, self.fixed, references, self._recorder = claim_policies(
             self.catalog, schemas, workdir / "run.json", wanted, self._hold, named
         )
-        self._saved = Checkpoints(workdir / "checkpoints", config.checkpoint.keep, self._committed)
+        self._saved = Checkpoints(workdir / FOLDER, config.checkpoint.keep, self._committed)
         exported = self._restore()
         self.resumed = exported is not None
         if self._recorder is not None:

@@ -4,7 +4,7 @@ A process of its own has its own memory, devices and compiled programs, so that 
 a point that dies ends nothing else. It is the command that a user would give. A run's folder below ``WORKDIR/points`` has its log and the
 job's output; ``record.json``, written whole or not at all, says how it ended and under which key: config, options, seed, commit, changes
 on top of it, and the files that it reads. Of the same key a run that ended well is not repeated, one that failed is, in its folder, where a
-training job finds its checkpoint.
+training job finds its checkpoint. One that ended well keeps none: 58 runs of ``learning`` left 17 GB of them and filled a disk.
 """
 
 import json
@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mint_jax import checkpoint
 from mint_jax.bench import stamp
 from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
@@ -123,6 +124,8 @@ def _run(run: Run, workdir: Path, code: Any, program: Sequence[str]) -> dict[str
         "command": " ".join(shown),
     }
     write_file(folder / "record.json", json.dumps(record))
+    if not reason:
+        shutil.rmtree(folder / checkpoint.FOLDER, ignore_errors=True)
     return record
 
 

@@ -10,6 +10,7 @@ folder = Path(options["workdir"])
 with (folder.parent / "ran").open("a") as ran:
     ran.write(f"{folder.name}\n")
 k = int(options["config.k"])
+(folder / "checkpoints" / "step_1").mkdir(parents=True, exist_ok=True)
 if options.get("config.wait") == str(k):
     time.sleep(60)
 if options.get("config.fail") == str(k):

@@ -52,6 +52,7 @@ def test_points_run_once_with_progress(tmp_path):
         {"settings": {"k": 1, "side": "x"}, "figures": {"s": {"median": 2.0, "interval": [1.0, 2.0], "n": 3}, "count": 7}}
     ]
     assert entry["commit"] == "some commit"
+    assert not list(tmp_path.glob("points/*/checkpoints")), "nobody goes on with a run that is done"
 
 
 def test_a_failed_point_is_a_row_with_its_reason_and_is_tried_again(tmp_path):
@@ -61,6 +62,7 @@ def test_a_failed_point_is_a_row_with_its_reason_and_is_tried_again(tmp_path):
     assert [entry["state"] for entry in entries] == ["done", "failed", "done"]
     assert entries[1]["reason"] == "error: the value is 3; expected 4"
     assert entries[1]["rows"] == []
+    assert [path.parent.name for path in tmp_path.glob("points/*/checkpoints")] == ["g-k=1"], "which goes on from there"
     run(failing, tmp_path)
     assert ran(tmp_path) == {"g-k=0": 1, "g-k=1": 2, "g-k=2": 1}
 
