@@ -3,13 +3,14 @@
 Command: python -m mint_jax.launch --config=configs/sweeps/active_wave.py:cpu --workdir=runs/sweeps/cpu/active_wave
 Sizes:   configs/sweeps/active_wave.py:ci, configs/sweeps/active_wave.py:cpu, configs/sweeps/active_wave.py:gpu,
          configs/sweeps/active_wave.py:pod
-Size cpu: SmolLM2-135M, some 10 to 20 minutes on two CPU cores, 14 GB of memory; gpu: Qwen3-4B; pod: Qwen3-30B-A3B on all devices.
+Size cpu: SmolLM2-135M, some 10 to 20 minutes on two CPU cores, 14 GB of memory; gpu: Qwen3-4B's shape,
+pod: Qwen3-30B-A3B's on all devices, random weights made there.
 """
 
 from ml_collections import ConfigDict
 
 MINT = "arXiv 2605.13779, Qwen3-30B-A3B rank 1, 4 GPUs, through the whole service"
-BASES = {"ci": "tiny-random", "cpu": "smollm2-135m-instruct", "gpu": "Qwen/Qwen3-4B", "pod": "Qwen/Qwen3-30B-A3B"}
+BASES = {"ci": "tiny-random", "cpu": "smollm2-135m-instruct", "gpu": "random:qwen3-4b", "pod": "random:qwen3-30b-a3b"}
 
 
 def get_config(size: str = "cpu") -> ConfigDict:

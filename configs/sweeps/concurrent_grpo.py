@@ -3,12 +3,13 @@
 Command: python -m mint_jax.launch --config=configs/sweeps/concurrent_grpo.py:cpu --workdir=runs/sweeps/cpu/concurrent_grpo
 Sizes:   configs/sweeps/concurrent_grpo.py:ci, configs/sweeps/concurrent_grpo.py:cpu, configs/sweeps/concurrent_grpo.py:gpu,
          configs/sweeps/concurrent_grpo.py:pod
-Size cpu: SmolLM2-135M, one step of 4 rollouts of 8 tokens each; 10 to 25 minutes on two CPU cores. The other sizes have longer ones.
+Size cpu: SmolLM2-135M, one step of 4 rollouts of 8 tokens each; 10 to 25 minutes on two CPU cores. gpu and pod have longer
+ones, of Qwen3-4B's and Qwen3-30B-A3B's shape with random weights made on the devices.
 """
 
 from ml_collections import ConfigDict
 
-BASES = {"ci": "tiny-random", "cpu": "smollm2-135m-instruct", "gpu": "Qwen/Qwen3-4B", "pod": "Qwen/Qwen3-30B-A3B"}
+BASES = {"ci": "tiny-random", "cpu": "smollm2-135m-instruct", "gpu": "random:qwen3-4b", "pod": "random:qwen3-30b-a3b"}
 SCHEDULES = ("sequential", "overlapped", "batched")
 MINT = "arXiv 2605.13779, concurrent GRPO of three policies over one base"
 

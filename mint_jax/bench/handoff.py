@@ -31,7 +31,7 @@ from mint_jax.errors import choice
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.metrics import Progress
-from mint_jax.models import hf, transformer
+from mint_jax.models import hf, made
 from mint_jax.models.base import Base
 from mint_jax.models.config import Experts, ModelConfig
 from mint_jax.rollout.engine import Engine
@@ -45,9 +45,7 @@ POLICY = "policy"
 def _random_base(cfg: ModelConfig, dtype: Any) -> Base:
     """A base of random weights, made on the device."""
     mesh = mesh_lib.make_mesh({"data": -1})
-    specs = transformer.abstract(cfg, dtype)
-    params = jax.jit(lambda key: params_lib.init(specs, key))(jax.random.key(0))
-    return Base("random", Path("."), cfg, params, mesh, None, "0" * 64)
+    return Base("random", Path("."), cfg, made.params(cfg, mesh, dtype), mesh, None, "0" * 64)
 
 
 class _Paths:

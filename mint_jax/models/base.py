@@ -18,7 +18,7 @@ from mint_jax import sharding
 from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.errors import UserError, choice
 from mint_jax.files import new_directory
-from mint_jax.models import gguf, hf, quantised, stored, transformer
+from mint_jax.models import gguf, hf, made, quantised, stored, transformer
 from mint_jax.models.config import Kernels, ModelConfig, from_hf, read_config
 from pallas_kernels import cache
 
@@ -107,22 +107,26 @@ def cache_dir() -> Path:
 
 
 def resolve(name: str) -> Path:
-    """The checkpoint directory behind a base name: a directory, a packaged model, or a hub repository.
+    """The checkpoint directory behind a base name: a directory, a packaged model, or a hub repository; of random weights all but these.
 
     Raises:
         UserError: none of the three, with what was tried.
     """
     if not name:
-        raise UserError("base is empty: set --config.base to a checkpoint directory, a hub name or " + ", ".join(PACKAGED))
+        names = ", ".join((*PACKAGED, *(made.PREFIX + shape for shape in made.SHAPES)))
+        raise UserError(f"base is empty: set --config.base to a checkpoint directory, a hub name or {names}")
     if Path(name).is_dir():
         return Path(name)
+    if made.named(name):
+        return _outline_of_random(name)
     if name.lower() in PACKAGED:
         return _unpack(name.lower())
     if name.lower() in RANDOM:
         return _make_random(name.lower())
     if name.count("/") == 1 and not name.startswith((".", "/", "~")):
         return _download(name)
-    raise choice("base", name, [*PACKAGED, *RANDOM, "a checkpoint directory", "a hub name such as Qwen/Qwen3-0.6B"])
+    shapes = (made.PREFIX + shape for shape in made.SHAPES)
+    raise choice("base", name, [*PACKAGED, *RANDOM, *shapes, "a checkpoint directory", "a hub name such as Qwen/Qwen3-0.6B"])
 
 
 def local(name: str) -> Path | None:
@@ -140,6 +144,7 @@ def public_name(name: str) -> str:
     """
     if Path(name).is_dir():
         return str(Path(name).resolve())
+    made.refuse_peers(name)
     if name.lower() in UPSTREAM:
         return UPSTREAM[name.lower()]
     return str(resolve(name)) if name.lower() in RANDOM else name
@@ -172,6 +177,25 @@ def _make_random(name: str) -> Path:
         for file in ("tokenizer.json", "tokenizer_config.json"):
             shutil.copy(donor / file, staging / file)
         (staging / "config.json").write_text(json.dumps(RANDOM[name], indent=1))
+    return target
+
+
+def _outline_of_random(name: str) -> Path:
+    """A directory with the ``config.json`` of a base that is made on the devices, and the packaged model's tokenizer where there is one."""
+    fields = made.shape(name)
+    target = cache_dir() / "bases" / f"random-{made.fingerprint(fields)[:16]}"
+    if (target / "config.json").is_file():
+        return target
+    own = Path(name[len(made.PREFIX) :])
+    try:
+        donor = own if (own / "tokenizer.json").is_file() else resolve(next(iter(PACKAGED)))
+    except UserError:  # the package is not installed: token ids only
+        donor = own
+    with new_directory(target, "config.json") as staging:
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            if (donor / file).is_file():
+                shutil.copy(donor / file, staging / file)
+        (staging / "config.json").write_text(json.dumps(fields, indent=1))
     return target
 
 
@@ -220,6 +244,14 @@ def load(
             f"the tokenizer in {directory} has ids up to {tokenizer.vocab_size - 1} but the model has {cfg.vocab_size} rows: "
             "tokenizer and weights do not belong together"
         )
+    if made.named(name):
+        params = made.params(cfg, mesh, DTYPES[dtype], quantise, progress)
+        return Base(name, directory, cfg, params, mesh, tokenizer, fingerprint(name, directory))
     as_stored = as_stored and not stored.why_not(DTYPES[dtype], quantise, list(mesh.devices.flat), kernels.layer_matmul)
     params = hf.load(directory, cfg, mesh, DTYPES[dtype], progress, quantise, as_stored)
-    return Base(name, directory, cfg, params, mesh, tokenizer, hf.fingerprint(directory))
+    return Base(name, directory, cfg, params, mesh, tokenizer, fingerprint(name, directory))
+
+
+def fingerprint(name: str, directory: Path) -> str:
+    """The hex digest of a base by its name and where ``resolve`` found it."""
+    return made.fingerprint(made.shape(name)) if made.named(name) else hf.fingerprint(directory)

@@ -10,7 +10,7 @@ from mint_jax.errors import UserError
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import Projection
 from mint_jax.models import base as base_lib
-from mint_jax.models import hf, transformer
+from mint_jax.models import hf, made, transformer
 from mint_jax.models.config import ModelConfig, read_config
 
 
@@ -56,8 +56,8 @@ def outline(name: str, fingerprint: str | None = None) -> Outline:
     """
     directory = base_lib.resolve(name)
     cfg = read_config(directory)
-    if any(directory.glob("*.safetensors")):
-        found = _fingerprint(directory)
+    if made.named(name) or any(directory.glob("*.safetensors")):
+        found = _fingerprint(name, directory)
         if fingerprint is not None and fingerprint != found:
             raise UserError(f"base {name!r} has fingerprint {found[:12]}, not {fingerprint[:12]}: it is another base")
         return Outline(name, cfg, found)
@@ -68,8 +68,8 @@ def outline(name: str, fingerprint: str | None = None) -> Outline:
     return Outline(name, cfg, fingerprint)
 
 
-def _fingerprint(directory: Path) -> str:
+def _fingerprint(name: str, directory: Path) -> str:
     try:
-        return hf.fingerprint(directory)
+        return base_lib.fingerprint(name, directory)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"the weights in {directory} cannot be read ({error}): fetch the checkpoint again") from None

@@ -1,17 +1,26 @@
 """From a name to a resident base: what the names mean, what a base knows of itself, and names and files that are wrong."""
 
+import json
 import shutil
 import threading
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mint_jax import launch
+from mint_jax import params as params_lib
 from mint_jax.errors import UserError
 from mint_jax.mesh import make_mesh
 from mint_jax.models import base as base_lib
+from mint_jax.models import made
+from mint_jax.models.outline import outline
+from mint_jax.rollout.score import Scorer
 from tests import oracles
+
+CONFIGS = Path(__file__).parents[2] / "configs" / "scale_up"
 
 
 def _message(call, *args, **kwargs) -> str:
@@ -226,3 +235,55 @@ def test_loading_reports_progress_in_bytes(ckpt, mesh):
     base = base_lib.load(str(ckpt), mesh, progress=lambda done, total: seen.append((done, total)))
     assert seen[-1] == (base.nbytes, base.nbytes)
     assert len(seen) == len(jax.tree.leaves(base.params))
+
+
+SMALL = {
+    "vocab_size": 49152,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+
+
+@pytest.fixture
+def small_shape(tmp_path):
+    """A directory with the fields of a small Qwen3-30B-A3B, and no weights."""
+    fields = made.SHAPES["qwen3-30b-a3b"] | SMALL
+    folder = tmp_path / "shape"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(fields))
+    return folder
+
+
+@pytest.mark.parametrize("quantise", ["", "int8", "float8"])
+def test_random_weights_are_made_on_any_mesh(small_shape, fresh_cache, mesh, mesh8, quantise):
+    """The same ones, sharded, of the spread that a first layer has; nothing but a config and a tokenizer is kept."""
+    name, told = f"random:{small_shape}", []
+    base, other = (base_lib.load(name, on, quantise=quantise, progress=lambda *done: told.append(done)) for on in (mesh, mesh8))
+    assert told[-1] == (base.nbytes, base.nbytes)
+    for (path, x), (_, y) in zip(*map(params_lib.leaves_with_path, (base.params, other.params))):
+        assert np.array(x).tobytes() == np.array(y).tobytes(), path
+    assert len(other.params["moe"]["moe"]["experts"]["gate"]["w"].sharding.device_set) == 8
+    gate = base.params["moe"]["moe"]["experts"]["gate"]
+    w = np.array(gate["w"], np.float32) * (np.array(gate["scale"])[..., None, :] if quantise else 1)
+    assert abs(w.std() * 64**0.5 - 1) < 0.05  # 25,000 numbers: half a percent, and a few of rounding and of what is cut off
+    assert np.isfinite(Scorer(base).logprobs([list(range(8))])).all()
+    assert sorted(p.name for p in base.directory.iterdir()) == ["config.json", "tokenizer.json", "tokenizer_config.json"]
+    assert outline(name).fingerprint == base.fingerprint != made.fingerprint(made.SHAPES["qwen3-30b-a3b"])
+
+
+def test_shapes_are_those_of_the_pods_configs():
+    for name, fields in made.SHAPES.items():
+        config = launch.read_config(CONFIGS / (name.replace("-", "_") + ".py"), None)
+        assert {k: list(v) if isinstance(v, tuple) else v for k, v in config.model.to_dict().items()} == fields
+
+
+def test_what_random_weights_cannot_do_is_said(tmp_path):
+    assert "choose one of: random:qwen3-4b" in _message(base_lib.resolve, "random:qwen3-5b")
+    assert "in no file" in _message(base_lib.public_name, "random:qwen3-4b")
