@@ -13,7 +13,7 @@ Axes: M rows (a token and one of its experts), D in, F out, R rank, E experts, P
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,10 +23,12 @@ import numpy as np
 
 from mint_jax.bench import timing
 from mint_jax.bench.kernel_peers import Product, TorchGrouped, tokamax_dot
+from mint_jax.errors import choice
 from mint_jax.models.grouped import grouped_matmul
 from mint_jax.models.packed_lora import Adapters, Groups, project
 from pallas_kernels import cost, dispatch, packed_lora
 
+PEERS = ("ragged", "tokamax", "torch", "loop")
 PROJECTIONS = 2  # gate and up
 CHECKED = 16  # rows of each side that are compared with float64
 
@@ -72,8 +74,8 @@ class _Cell:
             base += cost.grouped(self.x, self.w, self.sizes_E, backward)
         return {"alone": round(1 + lora.nbytes / base.nbytes, 4), "inside": round(1 + lora.weights / base.nbytes, 4)}
 
-    def sides(self, most_ragged: float) -> tuple[dict[str, Side], dict[str, str]]:
-        """What runs here, and why the others do not."""
+    def sides(self, most_ragged: float, without: Collection[str]) -> tuple[dict[str, Side], dict[str, str]]:
+        """What runs here, and why the others do not; of peers those that are not left out."""
         factor, sizes = jnp.asarray(self.factor), jnp.asarray(self.sizes_E)
         sides, empty = {"base": self._side(lambda x, w: _base(x, w, sizes), self.x)}, {}
         args = self.x, self.a, self.b
@@ -88,7 +90,11 @@ class _Cell:
             "tokamax": lambda: Products(tokamax_dot(), tokamax_dot()),
         }
         groups = jnp.asarray(self.sizes_G)
+        for name in without:
+            empty[name] = "left out by config.without"
         for name, product in dots.items():
+            if name in without:
+                continue
             if jax.default_backend() == "cpu" and (steps := self.x.size * len(self.sizes_G) * self.a[0].shape[1]) > most_ragged:
                 empty[name] = f"{steps:.1g} multiply-adds for one factor: on a CPU ragged_dot multiplies every row by every group's"
                 continue
@@ -96,11 +102,14 @@ class _Cell:
                 sides[name] = self._side(functools.partial(_products, sizes=sizes, groups=groups, of=product()), *args)
             except NotImplementedError as reason:
                 empty[name] = str(reason)
-        try:
-            torch = TorchGrouped(self.x, self.w, self.a, self.b, self.g, self.sizes_E, self.sizes_G)
-            sides["torch"] = torch.both if self.backward else torch.forward
-        except NotImplementedError as reason:
-            empty["torch"] = str(reason)
+        if "torch" not in without:
+            try:
+                torch = TorchGrouped(self.x, self.w, self.a, self.b, self.g, self.sizes_E, self.sizes_G)
+                sides["torch"] = torch.both if self.backward else torch.forward
+            except NotImplementedError as reason:
+                empty["torch"] = str(reason)
+        if "loop" in without:
+            return sides, empty
         if self.backward:
             empty["loop"] = "forward only"
         else:
@@ -207,6 +216,9 @@ def _group(n: int, x: jax.Array, a: Any, b: Any, at: Any, g: Any) -> list[jax.Ar
 
 def run(config: Any, workdir: Path, **_: Any) -> dict[str, Any]:
     """Runs the bench; returns its report."""
+    for peer in config.without:
+        if peer not in PEERS:
+            raise choice("without", peer, PEERS)
     dtype = jnp.dtype(config.dtype)
     report: dict[str, Any] = {
         "bench": "kernels",
@@ -222,10 +234,10 @@ def run(config: Any, workdir: Path, **_: Any) -> dict[str, Any]:
 
 
 def _measured(name: str, cell: _Cell, config: Any) -> dict[str, Any]:
-    sides, empty = cell.sides(config.most_ragged)
+    sides, empty = cell.sides(config.most_ragged, config.without)
     errors = {side: cell.error(call()) for side, call in sides.items() if side != "base"}
     times = timing.in_turn(name, sides, config.n)
-    peers = {f"ratio_{peer}": timing.ratio(times, peer, "model") for peer in ("ragged", "tokamax", "torch", "loop") if peer in sides}
+    peers = {f"ratio_{peer}": timing.ratio(times, peer, "model") for peer in PEERS if peer in sides}
     return {
         "rows": len(cell.factor),
         "groups_present": int(np.count_nonzero(cell.sizes_G)),
