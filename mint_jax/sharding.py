@@ -141,6 +141,12 @@ def fitting(shape: Sequence[int], *axes: str | None) -> tuple[str | None, ...]:
     return tuple(name if ways(name, mesh) > 1 and size % ways(name, mesh) == 0 else None for size, name in zip(shape, axes, strict=True))
 
 
+def one_device() -> bool:
+    """Whether the mesh that is set has one device, or there is none."""
+    mesh: Any = jax.sharding.get_abstract_mesh()
+    return mesh.empty or mesh.size == 1
+
+
 def over_devices(fn: Callable[..., Any], args: Sequence[Any], specs: Sequence[Any], out_specs: Any) -> Any:
     """``fn(*args)`` of each device's own parts; as it is where no mesh is set.
 

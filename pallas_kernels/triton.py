@@ -51,8 +51,21 @@ class Span:
     """
 
     def __init__(self, start: Any, size: int, stop: Any = None):
-        self.at = pl.ds(start, size)
+        self.at: Any = pl.ds(start, size)
+        self.size = size
         self.there = None if stop is None else start + jax.lax.iota(jnp.int32, size) < stop
+
+    @classmethod
+    def of(cls, places: jax.Array, there: jax.Array) -> "Span":
+        """Places in any order; those that are not there have to be beyond the axis, where an interpreter drops what is stored."""
+        out = cls(0, places.shape[0])
+        out.at, out.there = places, there
+        return out
+
+    @property
+    def places(self) -> jax.Array:
+        """``[size]`` int32."""
+        return self.at if isinstance(self.at, jax.Array) else self.at.start + jax.lax.iota(jnp.int32, self.size)
 
 
 def unravel(program: jax.Array, *sizes: int) -> list[jax.Array]:
@@ -85,12 +98,16 @@ def pieces(n: int, most: int, zero: Any) -> list[Span]:
 
 def _at_and_mask(index: tuple[Any, ...]) -> tuple[tuple[Any, ...], jax.Array | None]:
     spans = [one for one in index if isinstance(one, Span)]
-    at = tuple(one.at if isinstance(one, Span) else one for one in index)
-    masks = []
-    for n, span in enumerate(spans):
-        if span.there is not None:
-            masks.append(jax.lax.expand_dims(span.there, [axis for axis in range(len(spans)) if axis != n]))
-    return at, jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), [one.at.size for one in spans]) if masks else None
+
+    def along(values: jax.Array, n: int) -> jax.Array:
+        return jax.lax.expand_dims(values, [axis for axis in range(len(spans)) if axis != n])
+
+    if any(isinstance(one.at, jax.Array) for one in spans):  # then all are numbers: Pallas' interpreter has no blocks beside these
+        at = tuple(along(one.places, spans.index(one)) if isinstance(one, Span) else one for one in index)
+    else:
+        at = tuple(one.at if isinstance(one, Span) else one for one in index)
+    masks = [along(span.there, n) for n, span in enumerate(spans) if span.there is not None]
+    return at, jnp.broadcast_to(functools.reduce(jnp.logical_and, masks), [one.size for one in spans]) if masks else None
 
 
 def read(ref: Any, *index: Any, beyond: int = 0) -> jax.Array:

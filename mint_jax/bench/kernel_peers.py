@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+MOST_GROUPS = 1024  # of torch's grouped_mm on a GPU (2.11: "Can't process more than 1024 groups")
 Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # ``x [M, D], w [G, D, F], sizes [G] -> [M, F]``
 
 
@@ -50,6 +51,8 @@ class TorchGrouped:
         here = {"cpu": "cpu", "gpu": "cuda"}.get(jax.default_backend())
         if here is None or (here == "cuda" and not torch.cuda.is_available()):
             raise NotImplementedError(f"torch {torch.__version__} has no device here, where JAX computes on {jax.default_backend()}")
+        if here == "cuda" and len(sizes_G) > MOST_GROUPS:
+            raise NotImplementedError(f"{len(sizes_G)} groups; torch's grouped_mm takes {MOST_GROUPS} on a GPU")
         self.cuda = here == "cuda"
 
         def moved(v: Any) -> Any:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from mint_jax import ordered
 from mint_jax.lora.rows import Ends, RowAdapters
 
 
@@ -190,7 +191,7 @@ def embedding_delta(tokens_BT: jax.Array, lora: AnyAdapters, d_out: int, dtype: 
         return lora.embedded(tokens_BT, d_out, dtype)
 
     def delta(factors: Any, tokens: jax.Array) -> jax.Array:
-        h_PMR = jax.vmap(lambda a_RV, tokens_M: a_RV[:, tokens_M].T)(factors["a"], tokens.reshape(tokens.shape[0], -1))
+        h_PMR = jax.vmap(ordered.columns)(factors["a"], tokens.reshape(tokens.shape[0], -1))
         return jnp.einsum("PMR,PRF->PMF", h_PMR, factors["b"], preferred_element_type=jnp.float32).astype(dtype)
 
     return lora.over(delta, tokens_BT, d_out, dtype)

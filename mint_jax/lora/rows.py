@@ -32,6 +32,7 @@ from flax import struct
 from mint_jax import sharding
 from pallas_kernels import dispatch, slot_lora
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.slot_lora.pallas_gpu import Turn
 
 Ends = tuple[str | None, str | None]  # logical axes of a projection's in and out dimension
 
@@ -50,6 +51,7 @@ class RowBucket:
         form: scalar int32: 0 no row names a slot, 1 one slot, 2 several.
         distinct: ``[C]`` int32, the slots that rows name, each once; repeats of 0 behind them.
         order: ``[B]`` int32, where a row's slot stands in ``distinct``.
+        turn: of the tokens of all rows the kernel's own order, see ``slot_lora.pallas_gpu``; None: it is made where it is needed.
     """
 
     factors: Any
@@ -58,6 +60,7 @@ class RowBucket:
     form: jax.Array
     distinct: jax.Array
     order: jax.Array
+    turn: Turn | None = None
 
 
 @struct.dataclass
@@ -81,6 +84,24 @@ class RowAdapters:
     def in_layer(self, layer: jax.Array) -> "RowAdapters":
         """Those of one layer."""
         return dataclasses.replace(self, layer=layer)
+
+    def in_turn(self, T: int) -> "RowAdapters":
+        """Those of rows of T tokens, with what the kernel of GPUs needs of them for every layer and step: made here, it is made once."""
+        if self.kernel not in ("auto", "pallas_gpu") or not sharding.one_device():
+            return self
+
+        def of(bucket: RowBucket) -> RowBucket:
+            make = functools.partial(slot_lora.pallas_gpu.turn, W=bucket.scale.shape[0])
+            slot_M = jnp.repeat(bucket.slots, T)
+            if self.kernel == "auto":
+
+                def none(slot_M: jax.Array) -> Turn:
+                    return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(make, slot_M))
+
+                return dataclasses.replace(bucket, turn=jax.lax.platform_dependent(slot_M, cuda=make, default=none))
+            return dataclasses.replace(bucket, turn=make(slot_M))
+
+        return dataclasses.replace(self, buckets=tuple(map(of, self.buckets)))
 
     @property
     def targeted(self) -> bool:
@@ -166,7 +187,7 @@ class RowAdapters:
     def _of_rows(self, bucket: RowBucket, dtype: Any) -> Any:
         """The factors of each row's slot, ``[B, R, .]``."""
         mesh: Any = jax.sharding.get_abstract_mesh()
-        if mesh.empty or mesh.size == 1:
+        if sharding.one_device():
             return self._take(bucket, jnp.maximum(bucket.slots, 0), dtype)
         # Over a mesh the distinct slots travel, each once, and are dealt to the rows where these are: gathered for the rows first, they
         # travel once for every row (Qwen3-4B, 1,024 rows of 8 adapters on four chips: 24 GB of collectives in a step).
@@ -287,7 +308,9 @@ def _by_kernel(x: jax.Array, y: jax.Array, bucket: RowBucket, layer: jax.Array, 
         a, b = (w.reshape(-1, *w.shape[2:]) for w in (a_LSRD, b_LSRF))
         slot_M, scale_M, first = jnp.repeat(slots_B, T), jnp.repeat(scale_S[jnp.maximum(slots_B, 0)], T), layer * S
         if inward is None and not swap_out:
-            return op.add(x_MD, a, b, y_MF, slot_M, scale_M, first, interpret=interpret).reshape(y_BTF.shape)
+            turn = bucket.turn if op is slot_lora.pallas_gpu else None
+            known = {} if turn is None or turn.rows.shape != slot_M.shape else {"order": turn}
+            return op.add(x_MD, a, b, y_MF, slot_M, scale_M, first, interpret=interpret, **known).reshape(y_BTF.shape)
         h_MR = shrunk(x_MD, a, slot_M, first) * scale_M[:, None]
         return expanded(h_MR, b, y_MF, slot_M, first).reshape(y_BTF.shape)
 

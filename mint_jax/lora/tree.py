@@ -335,16 +335,17 @@ def taps_of(stacks: "Stacks", slots: dict[int, jax.Array]) -> dict[int, Any]:
     return {b: jax.tree.map(zeros(slots[b]), stacks[b].factors) for b in slots}
 
 
-def name_slots(stacks: "Stacks", slots: Mapping[int, jax.Array], kernel: str = "xla") -> RowAdapters | None:
+def name_slots(stacks: "Stacks", slots: Mapping[int, jax.Array], kernel: str = "xla", tokens: int = 1) -> RowAdapters | None:
     """Resident adapters for rows that each name a slot; None without any stack.
 
     Args:
         slots: of each bucket ``[B]`` int32, -1 for rows that name none there.
         kernel: of dense projections, see ``RowAdapters``.
+        tokens: of each row.
     """
     if not stacks:
         return None
-    return RowAdapters(tuple(_row_bucket(stacks[bucket], slots[bucket]) for bucket in sorted(stacks)), kernel=kernel)
+    return RowAdapters(tuple(_row_bucket(stacks[bucket], slots[bucket]) for bucket in sorted(stacks)), kernel=kernel).in_turn(tokens)
 
 
 def _row_bucket(stack: AdapterStack, slots_B: jax.Array) -> RowBucket:

@@ -115,7 +115,7 @@ class Kernels:
         latent_attention: the same of multi-head latent attention; where an indexer chooses keys it is xla.
         packed_matmul: experts' matrices and adapters in one pass, forward: auto, xla (one after the other) or pallas_tpu. It is
             xla where one of packed_lora and grouped_matmul is not auto, unless it is named itself.
-        layer_matmul: the frozen projections of a sampler's layers, and of few rows the unembedding: auto, xla or cpu.
+        layer_matmul: the frozen projections of a sampler's layers, and of few rows the unembedding: auto, xla, pallas_gpu or cpu.
         draw: a sampler's choice of the next token: auto, xla or cpu.
     """
 

@@ -10,9 +10,10 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from mint_jax.models import attention
-from pallas_kernels import dispatch, grouped_matmul, latent_attention, packed_lora, packed_matmul, paged_attention, slot_lora
+from pallas_kernels import dispatch, grouped_matmul, latent_attention, layer_matmul, packed_lora, packed_matmul, paged_attention, slot_lora
 from pallas_kernels.grouped_matmul import shapes as grouped_shapes
 from pallas_kernels.latent_attention import shapes as latent_shapes
+from pallas_kernels.layer_matmul import shapes as layer_shapes
 from pallas_kernels.packed_attention import shapes as attention_shapes
 from pallas_kernels.packed_lora import shapes as lora_shapes
 from pallas_kernels.packed_matmul import shapes as matmul_shapes
@@ -76,6 +77,8 @@ def calls(device: Any, platform: str) -> Iterator[Call]:
     yield from _grouped(spec) if platform == "cuda" else _packed_matmul(spec)
     yield from _packed_lora(spec)
     yield from _slot_lora(spec, platform)
+    if platform == "cuda":
+        yield from _layer_matmul(spec)
     yield from _packed_attention(spec)
     yield from _paged(spec)
 
@@ -122,22 +125,28 @@ def _packed_lora(spec: Spec) -> Iterator[Call]:
             yield Call(op, s, fn, args, (onto,), lambda rng, s=s: (np.sort(rng.integers(0, s.factors, s.rows)),))
 
 
+def _layer_matmul(spec: Spec) -> Iterator[Call]:
+    for s in layer_shapes.SHAPES:
+        x, w = spec(s.rows, s.d_in, dtype="bfloat16"), spec(s.layers, s.d_in, s.d_out, dtype=s.stored)
+
+        def fn(x: jax.Array, w: jax.Array, layer: jax.Array) -> tuple[jax.Array, ...]:
+            return layer_matmul.layer_matmul(x, (w,), layer)
+
+        yield Call("layer_matmul", s, fn, (x, w, spec(dtype="int32")), (), lambda rng, s=s: (rng.integers(s.layers),))
+
+
 def _slot_lora(spec: Spec, platform: str) -> Iterator[Call]:
-    """On GPUs rows are sorted by their slots before a kernel has them; on TPUs it is packed LoRA's, of rows in any order."""
+    """On TPUs the kernel is packed LoRA's."""
 
     def numbers(rng: np.random.Generator, s: lora_shapes.Shape) -> tuple[Any, ...]:
-        slots = rng.integers(0, s.factors, s.rows)
-        return (np.sort(slots) if platform == "cuda" else slots,)
+        return (rng.integers(0, s.factors, s.rows),)
 
     for s in (*slot_shapes.DECODE, *slot_shapes.PREFILL):
         x, onto, (F,) = spec(s.rows, s.d_in, dtype=s.dtype), spec(s.rows, *s.d_out, dtype=s.dtype), s.d_out
         a, b = (spec(s.factors, s.rank, n, dtype=s.dtype) for n in (s.d_in, F))
-        inner, factor, of = spec(s.rows, s.rank, dtype="float32"), spec(s.rows, dtype="int32"), functools.partial(numbers, s=s)
-        if platform == "tpu":
-            yield Call("packed_lora", s, slot_lora.pallas_tpu.add, (x, a, b, onto, factor), (3,), of)
-            continue
-        yield Call("packed_lora shrink", s, packed_lora.pallas_gpu.shrink, (x, a, factor), (), of)
-        yield Call("packed_lora expand", s, packed_lora.pallas_gpu.expand, (inner, b, onto, factor), (2,), of)
+        factor, of = spec(s.rows, dtype="int32"), functools.partial(numbers, s=s)
+        op, form = ("packed_lora", slot_lora.pallas_tpu) if platform == "tpu" else ("slot_lora", slot_lora.pallas_gpu)
+        yield Call(op, s, form.add, (x, a, b, onto, factor), (3,), of)
 
 
 def _packed_attention(spec: Spec) -> Iterator[Call]:

@@ -1,6 +1,6 @@
 """A sampler's frozen matrices as the whole stack of all layers: products begin at a layer, and nothing is copied for it.
 
-A scan over layers slices what it is given. On TPUs and GPUs the slice is part of the product; on a CPU it is a copy of every layer in
+A scan over layers slices what it is given. On TPUs the slice is part of the product; on CPUs and GPUs it is a copy of every layer in
 every step. So on one device the loop of a sampler closes over the stacks and ``pallas_kernels.layer_matmul`` reads from where a layer
 lies. Training keeps the scan's slices: many rows share one, and the gradient of the products is XLA's. A mesh keeps them too: there
 XLA divides the products.
@@ -61,9 +61,3 @@ def attach(layer: Any, taken: Any, number: jax.Array, kernel: str, used: jax.Arr
     for key, leaf in taken.items():
         whole[key] = attach(layer[key], leaf, number, kernel, used) if isinstance(leaf, dict) else LayerOf(leaf, number, kernel, used)
     return whole
-
-
-def one_device() -> bool:
-    """Whether the mesh that is set has one device, or there is none."""
-    mesh: Any = jax.sharding.get_abstract_mesh()
-    return mesh.empty or mesh.size == 1

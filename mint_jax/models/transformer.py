@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax.ad_checkpoint import checkpoint_name
 
+from mint_jax import sharding
 from mint_jax.lora.apply import AnyAdapters, SlotBlocks, batch_delta, embedding_delta
 from mint_jax.lora.rows import RowAdapters
 from mint_jax.models import dsa, experts, mla, mlp, moe, paged, quantised, stacked, stored
@@ -176,7 +177,7 @@ def hidden_states(
     for kind in cfg.stacks:
         scanned, indexers = dsa.detach(params[kind])
         scanned, stacks = experts.detach(scanned)
-        scanned, matrices = stacked.detach(scanned) if view is not None and stacked.one_device() else (scanned, {})
+        scanned, matrices = stacked.detach(scanned) if view is not None and sharding.one_device() else (scanned, {})
 
         mine = _below(lora, kind)
 
@@ -279,7 +280,7 @@ def logits(
     with jax.named_scope("unembed"):
         if kernel != "xla" and blocks.are(table):
             (out,) = layer_matmul(h_BTD, (table[None],), jnp.int32(0), used, implementation=kernel)
-        elif kernel != "xla" and h_BTD.shape[0] * h_BTD.shape[1] <= FEW_ROWS and stacked.one_device():
+        elif kernel != "xla" and h_BTD.shape[0] * h_BTD.shape[1] <= FEW_ROWS and sharding.one_device():
             (out,) = layer_matmul(h_BTD, (table[None],), jnp.int32(0), used, transposed=True, implementation=kernel)
         else:
             out = jnp.einsum("BTD,VD->BTV", h_BTD, stored.table(table, h_BTD.dtype), preferred_element_type=jnp.float32)

@@ -220,7 +220,7 @@ def prefill(params: Any, stacks: Stacks, pool: Pool, blocks: Blocks, *, cfg: Mod
     positions = blocks.start[:, None] + jnp.arange(T, dtype=jnp.int32)[None]
     none = jnp.zeros((C,), jnp.int32)
     view = View(blocks.table, blocks.start, none, none, blocks.page, used=blocks.used)
-    lora = name_slots(stacks, blocks.slots, cfg.kernels.slot_lora)
+    lora = name_slots(stacks, blocks.slots, cfg.kernels.slot_lora, T)
     inputs = Inputs(blocks.tokens, positions, pool=pool, view=view)
     h, kept = hidden_states(params, lora, inputs, cfg)
     kept["tokens"] = _write_tokens(pool["tokens"], blocks.tokens, view, cfg)
@@ -284,7 +284,7 @@ class _State(NamedTuple):
 def decode(params: Any, stacks: Stacks, pool: Pool, rows: Rows, steps: jax.Array, *, cfg: ModelConfig) -> tuple[Pool, Drawn]:
     """Draws up to ``steps`` tokens of every row, at most STEPS; ends early when no row may go on."""
     R, A = rows.token.shape[0], min(ALTERNATIVES, cfg.vocab_size)
-    lora = name_slots(stacks, rows.slots, cfg.kernels.slot_lora)
+    lora = name_slots(stacks, rows.slots, cfg.kernels.slot_lora, 1)
     runs_of_prefix = -(-rows.prefix // paged.RUN)
     nowhere = _nowhere(pool)
 

@@ -17,7 +17,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from mint_jax.models.stacked import one_device
+from mint_jax.sharding import one_device
 from pallas_kernels.draw import draw
 
 FILTER_ROWS = 8  # that one CPU filters at once: it makes five arrays like their logits, of 32 rows of SmolLM2 19 MB more

@@ -38,6 +38,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from mint_jax import ordered
+
 KINDS = ("cross_entropy", "reinforce", "importance_sampling", "ppo", "cispo", "dpo", "gspo", "dro")
 KL_KINDS = ("none", "k1", "k3")
 MAX_LOG_RATIO = 20.0  # exp of a larger one would overflow in products
@@ -164,8 +166,8 @@ def policy_loss(logp_BM: jax.Array, targets: Targets, coefs: LossCoefs) -> tuple
 def _of_sequences(log_ratio: jax.Array, mask: jax.Array, sequence: jax.Array) -> jax.Array:
     """``exp`` of each sequence's mean log-ratio over its targets, at each of its places ``[B, M]``."""
     many = mask.size  # as many sequences as there are places at most
-    total = jax.ops.segment_sum((jax.lax.stop_gradient(log_ratio) * mask).ravel(), sequence.ravel(), num_segments=many)
-    count = jax.ops.segment_sum(mask.ravel(), sequence.ravel(), num_segments=many)
+    total = ordered.segment_sum((jax.lax.stop_gradient(log_ratio) * mask).ravel(), sequence.ravel(), many)
+    count = ordered.segment_sum(mask.ravel(), sequence.ravel(), many)
     mean = (total / jnp.maximum(count, 1.0))[sequence]
     ratio = jnp.exp(jnp.clip(mean, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     return ratio * jnp.exp(log_ratio - jax.lax.stop_gradient(log_ratio))
@@ -176,6 +178,6 @@ def _pairs(to_ref: jax.Array, mask: jax.Array, t: Targets, coefs: LossCoefs) -> 
     pairs = t.pair_weights.shape[0]
     if not pairs:
         return jnp.float32(0), jnp.zeros((0, 2), jnp.float32)
-    gain = jax.ops.segment_sum((-to_ref * mask).ravel(), t.sequence.ravel(), num_segments=2 * pairs)  # logp - ref a sequence
+    gain = ordered.segment_sum((-to_ref * mask).ravel(), t.sequence.ravel(), 2 * pairs)  # logp - ref a sequence
     margin = coefs.beta * (gain[0::2] - gain[1::2])
     return jnp.sum(t.pair_weights * -jax.nn.log_sigmoid(margin)), jax.lax.stop_gradient(coefs.beta * gain.reshape(pairs, 2))

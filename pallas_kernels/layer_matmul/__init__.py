@@ -9,14 +9,15 @@ import jax
 
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.layer_matmul import blocks, cpu, xla
+from pallas_kernels.layer_matmul import blocks, cpu, pallas_gpu, xla
 
 
 def table(transposed: bool) -> tuple[Implementation, ...]:
     """Implementations of ``layer_matmul``."""
-    require = functools.partial(cpu.require, transposed=transposed)
+    require, of_gpu = (functools.partial(form.require, transposed=transposed) for form in (cpu, pallas_gpu))
     return (
         Implementation("cpu", "cpu", functools.partial(cpu.matmul, transposed=transposed), require),
+        Implementation("pallas_gpu", "cuda", functools.partial(pallas_gpu.matmul, transposed=transposed), of_gpu),
         Implementation("xla", None, functools.partial(xla.matmul, transposed=transposed), dispatch.anything),
     )
 
@@ -46,7 +47,7 @@ def layer_matmul(
             kind, ``[L, P, N, bytes]`` uint8; ``[L, F, D]`` when ``transposed``, of which only XLA serves 8 bits.
         layer: int32, at most L - 1.
         rows: int32, how many of x are in use, the first ones; what the others get is of no use, and CPUs spend nothing on it. None: all.
-        implementation: ``auto``, ``xla`` or ``cpu``, see ``dispatch``.
+        implementation: ``auto``, ``xla``, ``cpu`` or ``pallas_gpu``, see ``dispatch``.
 
     Raises:
         ValueError: shapes that do not fit, or an implementation that cannot serve them.

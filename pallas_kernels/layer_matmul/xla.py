@@ -1,4 +1,4 @@
-"""A layer's matrix by XLA, which on TPUs and GPUs reads it inside the product, and on CPUs copies it first."""
+"""A layer's matrix by XLA, which on TPUs reads it inside the product, and on CPUs and GPUs copies it first."""
 
 import jax
 import jax.numpy as jnp

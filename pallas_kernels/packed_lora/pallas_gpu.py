@@ -44,7 +44,7 @@ class Config(NamedTuple):
 
 
 def config(op: str, x: jax.Array, a: Sequence[jax.Array]) -> Config:
-    """Of ``packed_lora``, and behind it ``backward``, ``shrink`` or ``expand``: what was measured, or else the rule.
+    """Of ``packed_lora``, and behind it ``backward``: what was measured, or else the rule.
 
     Args:
         x, a: rows, and the factors of all projections that are as wide.
@@ -173,50 +173,6 @@ def add(
         interpret=interpret,
     )(*of_tiles, x, *scales, *a, *b, *onto)
     return tuple(out)
-
-
-def _half(kernel: Any, args: tuple[jax.Array, jax.Array], out: jax.Array, factor: jax.Array, how: Config, interpret: Any) -> jax.Array:
-    """One of the two products, in the memory of ``out``: of rows and a stack, which are ``args``."""
-    rows, stack = args
-    of_tiles, _ = _tiles_of(factor, stack.shape[0], how)
-    return pl.pallas_call(
-        functools.partial(kernel, how=how),
-        grid=of_tiles[0].shape,
-        out_shape=_like(out),
-        input_output_aliases={5: 0},
-        compiler_params=triton.CompilerParams(num_warps=how.warps, num_stages=how.stages),
-        cost_estimate=cost(2 * rows.shape[0] * stack.size // stack.shape[0], *args, out, out),
-        interpret=interpret,
-    )(*of_tiles, *args, out)
-
-
-def _packed_lora_shrink(*refs: Any, how: Config) -> None:
-    of_tiles, x, a, out = refs[:3], refs[3], refs[4], refs[-1]
-    w, rows, there = _tile(of_tiles, how)
-
-    @pl.when(there)
-    def _some() -> None:
-        write(out, _shrink(x, rows, [a], w, how)[0], rows, _ranks(a.shape[1], w))
-
-
-def shrink(x: jax.Array, a: jax.Array, factor: jax.Array, how: Config | None = None, interpret: Any = False) -> jax.Array:
-    """``x a^T`` of each row's factor, ``[M, R]`` float32; zeros for none."""
-    out = jnp.zeros((x.shape[0], a.shape[1]), jnp.float32)
-    return _half(_packed_lora_shrink, (x, a), out, factor, config("packed_lora shrink", x, [a]) if how is None else how, interpret)
-
-
-def _packed_lora_expand(*refs: Any, how: Config) -> None:
-    of_tiles, h, b, onto, out = refs[:3], *refs[3:]
-    w, rows, there = _tile(of_tiles, how)
-
-    @pl.when(there)
-    def _some() -> None:
-        _expand([(read(h, rows, _ranks(b.shape[1], w)).astype(onto.dtype), b)], rows, w, onto, out, how)
-
-
-def expand(h: jax.Array, b: jax.Array, onto: jax.Array, factor: jax.Array, how: Config | None = None, interpret: Any = False) -> jax.Array:
-    """``onto + h b`` of each row's factor; ``h [M, R]`` float32 is rounded to the dtype of ``onto`` first."""
-    return _half(_packed_lora_expand, (h, b), onto, factor, config("packed_lora expand", onto, [b]) if how is None else how, interpret)
 
 
 def _packed_lora_rows(*refs: Any, K: int, how: Config) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mint_jax.models.attention import Segments, packed_attention
-from pallas_kernels import grouped_matmul, latent_attention, packed_lora, packed_matmul, paged_attention, slot_lora
+from pallas_kernels import grouped_matmul, latent_attention, layer_matmul, packed_lora, packed_matmul, paged_attention, slot_lora
 from pallas_kernels.grouped_matmul import reference as grouped_reference
 from pallas_kernels.latent_attention import reference as latent_reference
 from pallas_kernels.packed_attention import reference as attention_reference
@@ -21,6 +21,7 @@ from pallas_kernels.paged_attention import reference as paged_reference
 from tests.pallas_kernels import (
     grouped_matmul_test,
     latent_attention_test,
+    layer_matmul_test,
     packed_attention_test,
     packed_lora_test,
     packed_matmul_test,
@@ -151,6 +152,25 @@ def test_slot_lora_is_that_of_float64(rng, kernel, dtype):
 
     for made in run(kernel, both, x, a, b, onto, slot, scale):
         packed_lora_test.close(made, wanted, dtype)
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("kernel", [kernel for kernel in KERNELS if kernel == "pallas_gpu"])
+def test_layer_matmul_is_that_of_float64(rng, kernel, stored):
+    """In its own parts, and a row's bits whatever its neighbours are."""
+    for M, D, F in of(((20, 96, 70),), ((1, 2560, 4096), (64, 9728, 2560), (200, 2560, 1000))):
+        x, w, layer = layer_matmul_test.arguments(rng, M, D, F, stored)
+        x = x.astype(jnp.bfloat16)
+
+        def call(x, w, layer, implementation):
+            return layer_matmul.layer_matmul(x, (w,), layer, implementation=implementation)[0]
+
+        made = np.array(run(kernel, call, x, w, layer))
+        want = np.array(x, np.float64) @ np.array(w[layer].astype(jnp.float32), np.float64)
+        # float32 sums of D exact products, in parts
+        np.testing.assert_allclose(made, want, atol=1e-5 * np.abs(want).max(), rtol=0)
+        spoilt = np.array(run(kernel, call, x.at[M // 2, 5].set(jnp.nan), w, layer))
+        assert np.delete(spoilt, M // 2, 0).tobytes() == np.delete(made, M // 2, 0).tobytes()
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["forward", "backward"])

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import dispatch, native
-from pallas_kernels.layer_matmul import cpu, layer_matmul, table, xla
+from pallas_kernels.layer_matmul import cpu, layer_matmul, pallas_gpu, table, xla
+from tests.pallas_kernels import gpu
 
 DTYPES = ("float32", "bfloat16", "int8", "float8_e4m3fn")
 SHAPES = [(1, 576, 192), (8, 192, 576), (7, 33, 129), (13, 100, 64), (40, 64, 203), (3, 5, 7)]  # panels whole and cut, few and many rows
@@ -154,7 +155,7 @@ from pallas_kernels import dispatch
 from pallas_kernels.layer_matmul import layer_matmul, table
 args = jnp.ones((2, 4)), (jnp.ones((1, 4, 8)),), jnp.int32(0)
 print(dict(dispatch.explain(table(False), *args))["cpu"])
-print(float(layer_matmul(*args)[0][0, 0]), [fall.implementation for fall in dispatch.fallen])
+print(float(layer_matmul(*args)[0][0, 0]), [fall.implementation for fall in dispatch.fallen if fall.platform == "cpu"])
 try:
     layer_matmul(*args, implementation="cpu")
 except ValueError as error:
@@ -204,3 +205,62 @@ def test_shapes_that_do_not_fit_are_refused(rng):
         cpu.require(x, (w.astype(jnp.int8),), layer, transposed=True)
     with pytest.raises(NotImplementedError, match="not in one call with float32"):
         cpu.require(x, (w, w.astype(jnp.bfloat16)), layer)
+
+
+# GPUs.
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["plain", "transposed"])
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("shape", [(1, 576, 192), (40, 700, 203), (130, 64, 129)], ids=str)
+def test_a_gpus_kernel_gives_what_float64_gives(rng, dtype, shape, transposed):
+    """Parts that divide the depth and parts that do not, tiles and blocks that reach beyond; rows and products of bfloat16 are exact."""
+    x, w, layer = arguments(rng, *shape, dtype, transposed=transposed)
+    x = x.astype(jnp.bfloat16)
+    w_DF = np.array(w[layer].astype(jnp.float32), np.float64)
+    w_DF = w_DF.T if transposed else w_DF
+    want, near = np.array(x, np.float64) @ w_DF, np.abs(np.array(x, np.float64)) @ np.abs(w_DF)
+    for how in (None, pallas_gpu.Config(16, 32, 64, 3, 4)):
+        made = pallas_gpu.matmul(x, (w,), layer, None, transposed, how, interpret=True)[0]
+        assert (np.abs(made - want) <= 6e-8 * shape[1] ** 0.5 * 8 * near).all()
+
+
+def test_what_is_not_finite_stays_in_its_row_of_a_gpus_kernel(rng):
+    x, w, layer = arguments(rng, 40, 300, 130, "bfloat16")
+    x = x.astype(jnp.bfloat16)
+    clean = np.array(pallas_gpu.matmul(x, (w,), layer, interpret=True)[0])
+    for value in (np.nan, np.inf):
+        made = np.array(pallas_gpu.matmul(x.at[7, 299].set(value), (w,), layer, interpret=True)[0])
+        assert np.delete(made, 7, 0).tobytes() == np.delete(clean, 7, 0).tobytes()
+        assert not np.isfinite(made[7]).any()
+
+
+def test_tiles_of_rows_that_are_not_in_use_are_zeros_on_a_gpu(rng):
+    x, w, layer = arguments(rng, 150, 96, 70, "bfloat16")
+    x = x.astype(jnp.bfloat16)
+    made = np.array(pallas_gpu.matmul(x, (w,), layer, jnp.int32(20), interpret=True)[0])
+    np.testing.assert_array_equal(made[:20], np.array(pallas_gpu.matmul(x, (w,), layer, interpret=True)[0])[:20])
+    assert (made[64:] == 0).all()
+
+
+def test_for_a_gpu_it_is_a_kernel_for_each_matrix_and_no_copy(rng):
+    x, w, layer = arguments(rng, 8, 64, 96, "bfloat16")
+    call = lambda x, w, layer: layer_matmul(x, (w, w), layer)  # noqa: E731
+    text = gpu.text(call, x.astype(jnp.bfloat16), w, layer)
+    assert text.count(gpu.KERNEL) == 2
+    assert "dynamic_slice" not in text
+    assert "stablehlo.dot" not in text
+    assert gpu.KERNEL not in gpu.text(call, x, w, layer), "float32 is XLA's"
+
+
+def test_what_a_gpus_kernel_leaves_to_xla(rng):
+    def told(x, w, transposed=False):
+        return dict(dispatch.explain(table(transposed), x, (w,), jnp.int32(0), None))["pallas_gpu"]
+
+    x, w, _ = arguments(rng, 8, 64, 96, "bfloat16")
+    assert told(x.astype(jnp.bfloat16), w) == "serves on cuda"
+    assert told(x, w) == "does not serve: rows are float32; bfloat16 is served"
+    assert told(jnp.zeros((257, 64), jnp.bfloat16), w) == "does not serve: 257 rows; 1 to 256 are served"
+    assert told(x.astype(jnp.bfloat16), w.astype(jnp.float32)).startswith("does not serve: weights are float32")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2,), ("fsdp",))):
+        assert "divides rows and matrices" in told(x.astype(jnp.bfloat16), w)

@@ -1,5 +1,6 @@
 """Slot LoRA against float64: rows in any order, whole and in parts; isolation, races, a mesh, and what TPUs' compilers make of it."""
 
+import dataclasses
 import functools
 
 import jax
@@ -15,7 +16,7 @@ from mint_jax.lora.apply import add_delta, batch_delta
 from mint_jax.lora.tree import AdapterStack, name_slots
 from mint_jax.mesh import make_mesh, single_device_mesh
 from pallas_kernels import slot_lora
-from pallas_kernels.packed_lora import pallas_gpu, reference, runs
+from pallas_kernels.packed_lora import reference, runs
 from pallas_kernels.packed_lora.pallas_tpu import Config
 from pallas_kernels.slot_lora import shapes
 from tests.marks import first
@@ -44,7 +45,7 @@ def in_parts(shrink, expand, x, a, b, onto, slot, scale):
 
 
 GPU = slot_lora.pallas_gpu
-HOW = pallas_gpu.Config(rows=16, depth=64, sums=32, warps=4)
+HOW = GPU.Config(depth=64, parts=3, columns=32, warps=4)
 on_gpu, *parts_on_gpu = (jax.jit(functools.partial(f, how=HOW, interpret=True)) for f in (GPU.add, GPU.shrink, GPU.expand))
 FORMS = {
     "whole": add,
@@ -217,13 +218,43 @@ def test_a_projection_that_adapters_lack_is_left_alone(rng):
     assert batch_delta(y, lora.at("k"), 128) is None
 
 
-def test_lowered_for_cuda_each_is_one_kernel():
+def test_a_turn_has_every_row_once_and_tiles_of_one_slot(rng):
+    for M, W in ((1, 1), (70, 90), (70, 3), (600, 5), (33, 40)):
+        slot = rng.integers(-1, W, M).astype(np.int32)
+        order = jax.jit(functools.partial(GPU.turn, W=W))(jnp.array(slot))
+        rows, seen = np.array(order.rows), []
+        for w, start, stop in zip(order.slot, order.first, order.stop):
+            mine = rows[start : min(start + order.tile, stop)] if stop > start else rows[:0]
+            assert (slot[mine] == w).all()
+            seen += mine.tolist()
+        assert sorted(seen) == np.flatnonzero(slot >= 0).tolist()
+
+
+def test_rows_are_put_in_turn_before_the_layers(rng):
+    """For a GPU the sort is made with the names; what a layer does has none."""
+    stacks, slots = {4: stack_of(rng, 128, 128, 4)}, {4: np.int32([2, -1, 0, 2])}
+
+    def layer(x, y, stacks, slots, ahead):
+        lora = name_slots(stacks, slots, tokens=2) if not ahead else name_slots(stacks, slots, "auto", 2)
+        assert (lora.buckets[0].turn is None) == (not ahead)
+        return add_delta(x, y, dataclasses.replace(lora, kernel="auto").in_layer(jnp.int32(1)).at("q"), (None, None))
+
+    x = y = jnp.ones((4, 2, 128))
+    for ahead in (False, True):
+        text = gpu.text(functools.partial(layer, ahead=ahead), x, y, stacks, slots)
+        assert text.count(gpu.KERNEL) == 2
+        assert text.count("stablehlo.sort") == 1
+    made = [np.array(layer(x, y, stacks, slots, ahead)) for ahead in (False, True)]
+    assert made[0].tobytes() == made[1].tobytes()
+
+
+def test_lowered_for_cuda_each_is_its_kernels():
     M, D, (F,), R, W, dtype = shapes.DECODE[2]
     spec = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.dtype(dtype))
     x, a, b, onto, slot = spec((M, D)), spec((W, R, D)), spec((W, R, F)), spec((M, F)), spec((M,), dtype=jnp.int32)
     inner = spec((M, R), dtype=jnp.float32)
-    for fn, args in ((GPU.add, (x, a, b, onto, slot)), (GPU.shrink, (x, a, slot)), (GPU.expand, (inner, b, onto, slot))):
-        assert gpu.text(fn, *args).count("__gpu$xla.gpu.triton") == 1, fn.__name__
+    for fn, args, kernels in ((GPU.add, (x, a, b, onto, slot), 2), (GPU.shrink, (x, a, slot), 1), (GPU.expand, (inner, b, onto, slot), 1)):
+        assert gpu.text(fn, *args).count(gpu.KERNEL) == kernels, fn.__name__
 
 
 def check_compiled(chip: str, shape: shapes.Shape) -> None:

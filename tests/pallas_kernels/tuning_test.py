@@ -181,7 +181,7 @@ def test_calls_have_numbers_for_all_their_integers(rng, platform):
         assert [np.shape(v) for v in call.numbers(rng)] == wanted, call.name
         ops.add(call.op)
     both = {"packed_lora", "packed_lora backward", "packed_attention", "packed_attention backward", "paged_attention", "latent_attention"}
-    assert ops == both | ({"packed_matmul"} if platform == "tpu" else {"grouped_matmul", "packed_lora shrink", "packed_lora expand"})
+    assert ops == both | ({"packed_matmul"} if platform == "tpu" else {"grouped_matmul", "slot_lora", "layer_matmul"})
 
 
 def test_arguments_are_random_where_they_are_data(rng):

@@ -1,0 +1,63 @@
+"""Sums of segments in an order of their own: on a GPU a scatter adds what it is given in whatever order its threads come.
+
+The same batch then gave an embedding's adapter other bits from run to run (an H100; two of 388 numbers, by one unit in the last place),
+and so it looked as if a neighbour's settings had changed a policy's step.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def segment_sum(values: jax.Array, ids: jax.Array, many: int) -> jax.Array:
+    """``[many, ...]``: the sums of the values ``[N, ...]`` that have each id ``[N]``; of ids from ``many`` on nothing."""
+    plain = functools.partial(jax.ops.segment_sum, num_segments=many)
+    return jax.lax.platform_dependent(values, ids, cuda=functools.partial(sorted_sum, many=many), default=plain)
+
+
+def _forward(values: jax.Array, ids: jax.Array, many: int) -> tuple[jax.Array, jax.Array]:
+    return segment_sum(values, ids, many), ids
+
+
+def _backward(many: int, ids: jax.Array, g: jax.Array) -> tuple[jax.Array, None]:
+    return g.at[ids].get(mode="fill", fill_value=0), None
+
+
+segment_sum.defvjp(_forward, _backward)
+
+
+def sorted_sum(values: jax.Array, ids: jax.Array, many: int) -> jax.Array:
+    """As ``segment_sum``, by a scan over the values in the order of their ids."""
+    order = jnp.argsort(ids, stable=True)
+    mine, values, dtype = ids[order], values[order].astype(jnp.promote_types(values.dtype, jnp.float32)), values.dtype
+    changes = mine[1:] != mine[:-1]
+    one = jnp.ones((1,), bool)
+    leads = jnp.concatenate([one, changes]).reshape(-1, *(1,) * (values.ndim - 1))
+
+    def meet(left: tuple[jax.Array, jax.Array], right: tuple[jax.Array, jax.Array]) -> Any:
+        return left[0] | right[0], jnp.where(right[0], right[1], left[1] + right[1])
+
+    _, sums = jax.lax.associative_scan(meet, (leads, values))
+    ends = jnp.concatenate([changes, one])
+    return jnp.zeros((many, *values.shape[1:]), dtype).at[jnp.where(ends, mine, many)].set(sums.astype(dtype), mode="drop")
+
+
+@jax.custom_vjp
+def columns(table_RV: jax.Array, ids_N: jax.Array) -> jax.Array:
+    """``table[:, ids]`` as ``[N, R]``, whose gradient is a ``segment_sum``."""
+    return table_RV[:, ids_N].T
+
+
+def _columns_forward(table_RV: jax.Array, ids_N: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return columns(table_RV, ids_N), (jnp.zeros((0, table_RV.shape[1]), table_RV.dtype), ids_N)
+
+
+def _columns_backward(kept: tuple[jax.Array, jax.Array], g_NR: jax.Array) -> tuple[jax.Array, None]:
+    like, ids_N = kept
+    return segment_sum(g_NR, ids_N, like.shape[1]).T, None
+
+
+columns.defvjp(_columns_forward, _columns_backward)

@@ -1,0 +1,127 @@
+"""GPU kernel of a layer's matrices read from where they lie in their stacks, for rows as few as decoding has.
+
+XLA's form copies a layer out of its stack before it multiplies: compiled for an H200 a step of Qwen3-4B's decoding reads 8 GB, writes them
+and reads them again (an H100 took 13.2 ms for 64 rows, where 8 GB alone take 2.7). Here a program multiplies all rows by a block of columns
+of a part of the depth; parts are as many as keep all processors busy, since few rows leave few blocks. XLA adds the parts up, in order, as
+it reads them. Weights in 8 bits are read as they are stored.
+
+Float32 rows are XLA's, whose products follow ``jax_default_matmul_precision``, as those of training do.
+
+Axes: M rows, L layers, D in, F out, S parts of D.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton
+
+from pallas_kernels import native, tuning
+from pallas_kernels.triton import attached, columns, cost, dot, power_of_two, read, write
+
+MOST = 256  # rows; of more, a product takes longer than a copy of its matrix
+PROGRAMS = 512  # about four for each processor of an H100
+
+
+class Config(NamedTuple):
+    """Sizes of blocks, powers of two from 16 on, and how many parts there are.
+
+    Attributes:
+        rows: of a tile.
+        columns: of a block of the result.
+        depth: of D, in one step.
+        parts: S.
+        warps: of 32 threads, of a program.
+        stages: of loads that are on their way.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    parts: int
+    warps: int
+    stages: int = 4
+
+
+def config(x: jax.Array, w: jax.Array, transposed: bool) -> Config:
+    """As measured, or else the rule: tiles of up to 64 rows, and parts of 256 of the depth at least."""
+    (M, D), F = x.shape, w.shape[1 if transposed else 2]
+    rows, wide, deep = power_of_two(M, 64), power_of_two(F, 64), power_of_two(D, 64)
+    blocks = pl.cdiv(M, rows) * pl.cdiv(F, wide)
+    parts = max(1, min(PROGRAMS // blocks, D // 256))
+    key = f"{x.dtype} rows {tuning.power(M)} {D}>{F}{' transposed' * transposed} {w.dtype}"
+    return tuning.chosen("layer_matmul", "cuda", key, Config(rows, wide, deep, parts, 4))
+
+
+def require(x: jax.Array, stacks: tuple[jax.Array, ...], layer: jax.Array, rows: jax.Array | None = None, transposed: bool = False) -> None:
+    """Whether ``matmul`` can serve these, or their shapes.
+
+    Raises:
+        NotImplementedError: with the reason.
+    """
+    if x.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"rows are {x.dtype}; bfloat16 is served")
+    M = x[..., 0].size
+    if not 0 < M <= MOST:
+        raise NotImplementedError(f"{M} rows; 1 to {MOST} are served")
+    for w in stacks:
+        if w.dtype not in (jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn):
+            raise NotImplementedError(f"weights are {w.dtype}; bfloat16, int8 and float8_e4m3fn are served")
+        if w.dtype.itemsize == 1 and 1 << 31 <= w.size <= 1 << 32:  # as of grouped matmul
+            raise NotImplementedError("a stack of one byte an element is between 2 and 4 GiB: places in it overflow")
+        if w.dtype == jnp.float8_e4m3fn and (least := min(attached(), default=8.9)) < 8.9:
+            raise NotImplementedError(f"this GPU is of compute capability {least}, and float8 is read from 8.9 on")  # Triton would abort
+    native.require_one_device()
+
+
+def _layer_matmul(layer: Any, used: Any, x: Any, w: Any, out: Any, *, transposed: bool, how: Config) -> None:
+    (M, D), F = x.shape, out.shape[2]
+    tiles, blocks = pl.cdiv(M, how.rows), pl.cdiv(F, how.columns)
+    program = pl.program_id(0)  # those of the same block of columns, which read the same weights, follow each other
+    tile = jax.lax.rem(program, tiles)
+    block = jax.lax.rem(jax.lax.div(program, tiles), blocks)
+    share = jax.lax.div(program, tiles * blocks)
+    number = layer[0]
+    rows, across = columns(tile, how.rows, M), columns(block, how.columns, F)
+    steps = pl.cdiv(D, how.depth)
+    each = pl.cdiv(steps, how.parts)
+    first, last = share * each, jnp.minimum((share + 1) * each, steps)
+
+    def step(i: jax.Array, sums: jax.Array) -> jax.Array:
+        deep = columns(i, how.depth, D)
+        part = read(w, number, across, deep) if transposed else read(w, number, deep, across)
+        return sums + dot(read(x, rows, deep), part, (1, 1 if transposed else 0))
+
+    last = jnp.where(tile * how.rows < used[0], last, first)
+    total = jax.lax.fori_loop(first, last, step, jnp.zeros((how.rows, how.columns), jnp.float32))
+    write(out, total, share, rows, across)
+
+
+def matmul(
+    x: jax.Array,
+    stacks: tuple[jax.Array, ...],
+    layer: jax.Array,
+    rows: jax.Array | None = None,
+    transposed: bool = False,
+    how: Config | None = None,
+    interpret: Any = False,
+) -> tuple[jax.Array, ...]:
+    """See ``layer_matmul``; tiles of rows that are not in use get zeros."""
+    x_MD = x.reshape(-1, x.shape[-1])
+    scalars = [jnp.reshape(jnp.int32(one), 1) for one in (layer, x_MD.shape[0] if rows is None else rows)]
+
+    def product(w: jax.Array) -> jax.Array:
+        sizes, (M, D), F = config(x_MD, w, transposed) if how is None else how, x_MD.shape, w.shape[1 if transposed else 2]
+        parts = pl.pallas_call(
+            functools.partial(_layer_matmul, transposed=transposed, how=sizes),
+            grid=(pl.cdiv(M, sizes.rows) * pl.cdiv(F, sizes.columns) * sizes.parts,),
+            out_shape=jax.ShapeDtypeStruct((sizes.parts, M, F), jnp.float32),
+            compiler_params=triton.CompilerParams(num_warps=sizes.warps, num_stages=sizes.stages),
+            cost_estimate=cost(2 * M * D * F, x_MD, jax.ShapeDtypeStruct((D, F), w.dtype), jax.ShapeDtypeStruct((M, F), jnp.float32)),
+            interpret=interpret,
+        )(*scalars, x_MD, w)
+        return jnp.sum(parts, axis=0).reshape(*x.shape[:-1], F)
+
+    return tuple(map(product, stacks))
