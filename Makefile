@@ -72,10 +72,13 @@ test-slow: HANGS_AFTER = 10800
 test-slow: setup-dev
 	MINT_TEST_CODE=users $(PYTEST) -v -m "slow or bits" $(TESTS)
 
-# The kernels compiled on this machine's GPU or TPU: make test-device EXTRAS=cuda (or tpu). CHECK="compute-sanitizer --tool memcheck" goes before it.
+# The kernels compiled on this machine's GPU or TPU, and the engine and the trainer on them: make test-device EXTRAS=cuda (or tpu).
+# CHECK="compute-sanitizer --tool memcheck" goes before it. XLA's forms multiply as exactly as the kernels do, or nothing could be compared.
 CHECK ?=
+ON_DEVICE = MINT_TEST_CODE=users JAX_DEFAULT_MATMUL_PRECISION=highest XLA_PYTHON_CLIENT_PREALLOCATE=false $(CHECK) $(BIN)/python -m pytest -ra -v
 test-device: setup-dev
-	MINT_TEST_CODE=users $(CHECK) $(BIN)/python -m pytest -ra -v -m "gpu or tpu" tests/pallas_kernels/device_test.py
+	$(ON_DEVICE) -m "gpu or tpu" tests/pallas_kernels/device_test.py
+	$(ON_DEVICE) -m long -k "$(if $(findstring tpu,$(EXTRAS)),pallas_tpu or tpus,pallas_gpu or gpus)" tests/rollout/kernels_test.py tests/train/kernels_test.py
 
 # Sessions of Tinker's SDKs before protobuf and of MinT's own client; makes an environment for each, from the package index.
 test-old-clients: setup-dev

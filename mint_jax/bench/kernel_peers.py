@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-MOST_GROUPS = 1024  # of torch's grouped_mm on a GPU (2.11: "Can't process more than 1024 groups")
+MOST_GROUPS = 1023  # of torch's grouped_mm on a GPU: of 1,024 torch 2.11 says "Can't process more than 1024 groups"
 Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # ``x [M, D], w [G, D, F], sizes [G] -> [M, F]``
 
 

@@ -86,7 +86,7 @@ def _here(v: Visits, p: Any, lora: AnyAdapters | None, kernels: Kernels) -> jax.
     """All experts on this device."""
     N, X = v.ids.shape
     token = jnp.arange(N * X, dtype=jnp.int32) // X
-    y_MD = expert_mlp(v.x, token, v.ids.reshape(-1), v.block[token], p, lora, kernels)
+    y_MD = expert_mlp(v.x, X, v.ids.reshape(-1), v.block[token], p, lora, kernels)
     return jnp.einsum("NXD,NX->ND", y_MD.reshape(N, X, -1), v.weights, preferred_element_type=jnp.float32).astype(v.x.dtype)
 
 

@@ -7,6 +7,7 @@ Axes: N tokens, M rows (a token and one of its experts), E experts held here, D 
 bucket, R rank. Adapter factors are packed, ``[P, E, R, D]`` and ``[P, E, R, F]``, one array per projection and factor.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import chex
@@ -101,7 +102,7 @@ def sort_rows(expert_M: jax.Array, block_M: jax.Array, E: int, blocks: int) -> O
 
 def expert_mlp(
     x_ND: jax.Array,
-    token_M: jax.Array,
+    token_M: jax.Array | int,
     expert_M: jax.Array,
     block_M: jax.Array,
     p: Any,
@@ -112,7 +113,7 @@ def expert_mlp(
 
     Args:
         x_ND: tokens.
-        token_M: which token each row is.
+        token_M: which token each row is; or how many rows every token has, which then follow each other.
         expert_M: expert of each row, 0 to E - 1; anything else is none.
         block_M: block of each row, see its ``block_of_rows``.
         p: ``{"gate": {"w": [E, D, F]}, "up": ..., "down": {"w": [E, F, D]}}``; with ``"layer"`` in each, its number, ``w`` is of all
@@ -120,14 +121,39 @@ def expert_mlp(
         lora: this layer's adapters of the experts.
         kernels: see ``packed_lora.project``.
     """
-    chex.assert_rank([x_ND, token_M], [2, 1])
-    chex.assert_equal_shape([token_M, expert_M, block_M])
+    chex.assert_rank([x_ND, expert_M], [2, 1])
+    chex.assert_equal_shape([expert_M, block_M] if isinstance(token_M, int) else [token_M, expert_M, block_M])
     blocks = 1 if lora is None else lora.total_blocks
     order = sort_rows(expert_M, block_M, p["gate"]["w"].shape[-3], blocks)
-    x = x_ND[token_M[order.order]]
+    x = _rows_of(x_ND, order.order, order.inverse, token_M) if isinstance(token_M, int) else x_ND[token_M[order.order]]
     gate, up = _project(x, p, lora, ("gate", "up"), order, kernels)
     gate, up = checkpoint_name(gate, "expert_gate"), checkpoint_name(up, "expert_up")
-    return _project(swiglu(gate, up), p, lora, ("down",), order, kernels)[0][order.inverse]
+    return _put_back(_project(swiglu(gate, up), p, lora, ("down",), order, kernels)[0], order.order, order.inverse)
+
+
+# Gradients of what is moved are gathered: a scatter is slower, and on a GPU it adds a token's rows in whatever order its threads come.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _rows_of(x_ND: jax.Array, order_M: jax.Array, inverse_M: jax.Array, each: int) -> jax.Array:
+    """The tokens as sorted rows, ``each`` for each of them."""
+    return x_ND[order_M // each]
+
+
+def _rows_backward(each: int, inverse_M: jax.Array, g_MD: jax.Array) -> tuple[jax.Array, None, None]:
+    return jnp.sum(g_MD[inverse_M].reshape(-1, each, g_MD.shape[1]), axis=1, dtype=jnp.float32).astype(g_MD.dtype), None, None
+
+
+_rows_of.defvjp(lambda x, order, inverse, each: (x[order // each], inverse), _rows_backward)
+
+
+@jax.custom_vjp
+def _put_back(y_MD: jax.Array, order_M: jax.Array, inverse_M: jax.Array) -> jax.Array:
+    """Sorted rows in the order that they had before."""
+    return y_MD[inverse_M]
+
+
+_put_back.defvjp(lambda y, order, inverse: (y[inverse], order), lambda order, g: (g[order], None, None))
 
 
 def _project(x_MD: jax.Array, p: Any, lora: AnyAdapters | None, names: tuple[str, ...], order: Order, kernels: Kernels) -> list[jax.Array]:

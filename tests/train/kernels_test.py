@@ -105,29 +105,27 @@ def test_updates_and_scores_are_those_of_xla(family, kernels, tiny_base, rng, ca
             np.testing.assert_allclose(y, x, atol=2e-4, rtol=2e-3)
 
 
-SAMPLED = {
-    "qwen3_moe_wide": (EXPERTS, [FORMS[name] for name in ("xla", "pallas_tpu", "pallas_gpu")]),
-    "qwen3_moe_wide one pass": (EXPERTS, [FORMS["xla"], FORMS["one pass"]]),
-    "qwen3_wide": (("q", "down"), [dataclasses.replace(FORMS["xla"], slot_lora=name) for name in ("xla", "pallas_tpu", "pallas_gpu")]),
-}
+OF_ROWS = {name: dataclasses.replace(FORMS["xla"], slot_lora=name) for name in ("pallas_tpu", "pallas_gpu")}
+SAMPLED = [
+    *(("qwen3_moe_wide", name, EXPERTS, FORMS[name]) for name in ("pallas_tpu", "pallas_gpu", "one pass")),
+    *(("qwen3_wide", name, ("q", "down"), kernels) for name, kernels in OF_ROWS.items()),
+]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("case", SAMPLED)
-def test_the_engine_draws_the_same_tokens(case, tiny_base, rng):
-    targets, forms = SAMPLED[case]
-    base, drawn = tiny_base(case.split()[0]), []
+@pytest.mark.parametrize(("family", "form", "targets", "kernels"), SAMPLED, ids=[f"{family} {form}" for family, form, *_ in SAMPLED])
+def test_the_engine_draws_the_same_tokens(family, form, targets, kernels, tiny_base, rng):
+    base, drawn = tiny_base(family), []
     trainer = Trainer(base, [PolicyConfig(name, AdapterConfig(rank, targets=targets)) for name, rank in (("a", 4), ("b", 4), ("c", 8))])
     stacks = jax.tree.map(lambda x: x + 0.3 * rng.normal(size=x.shape).astype(x.dtype) if x.ndim > 3 else x, trainer.stacks)
     prompts = [tuple(rng.integers(3, base.cfg.vocab_size, n).tolist()) for n in (3, 40)]
-    for form in forms:
+    for one in (FORMS["xla"], kernels):
         requests = [Request(p, slot, max_tokens=5, temperature=0.0) for p in prompts for slot in (*trainer.slots.values(), None)]
-        engine = Engine(dataclasses.replace(base, cfg=base.cfg.replace(kernels=form)), max_rows=8)
+        engine = Engine(dataclasses.replace(base, cfg=base.cfg.replace(kernels=one)), max_rows=8)
         drawn.append([c for [c] in engine.generate(requests, stacks)])
-    for theirs, *others in zip(*drawn, strict=True):
-        for mine in others:
-            assert mine.tokens == theirs.tokens
-            np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=1e-4)
+    for theirs, mine in zip(*drawn, strict=True):
+        assert mine.tokens == theirs.tokens
+        np.testing.assert_allclose(mine.logprobs, theirs.logprobs, atol=1e-4)
     assert drawn[0][0].tokens != drawn[0][3].tokens or drawn[0][4].tokens != drawn[0][7].tokens, "the adapter says something"
 
 
