@@ -51,6 +51,19 @@ def test_a_report_says_where_it_comes_from(name):
         assert figure["n"] >= 1
 
 
+GPU = sorted((stamp.ROOT / "notebooks" / "reports" / "nvidia-h100").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", GPU, ids=lambda path: path.stem)
+def test_a_gpus_report_says_where_it_comes_from(path):
+    """Of a machine that is lent now and then: changes on top of the commit are told, not refused."""
+    report = json.loads(path.read_text())
+    assert re.fullmatch(r"[0-9a-f]{40}", report["stamp"]["commit"])
+    assert "H100" in report["stamp"]["machine"]["devices"]
+    assert not [x for x in leaves(report) if isinstance(x, str) and stamp.absolute_path(x)]
+    assert all(x["interval"][0] <= timing.value(x) <= x["interval"][1] for x in leaves(report) if timing.is_figure(x))
+
+
 def test_every_report_can_be_measured_again():
     assert set(UNSTAMPED) <= set(RUNS)
     assert set(RUNS) - set(UNSTAMPED) <= set(REPORTS), "a report that is quoted is missing"

@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -198,3 +199,25 @@ def test_ops_that_there_are_not_are_named():
     config = type("Config", (), {"ops": ("packed_lore",), "shapes": 0})
     with pytest.raises(UserError, match=r"ops has 'packed_lore'; expected some of: .*packed_lora backward"):
         list(tune_kernels._chosen(config, kernel_calls.calls(jax.devices()[0], "cuda")))
+
+
+SHIPPED = sorted(Path(tuning.__file__).parent.glob("*/tuned/*.json"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: f"{path.parts[-3]} {path.stem}")
+def test_a_shipped_table_is_of_keys_and_sizes_that_its_kernel_has(path):
+    """And what is lowered for that device takes them."""
+    held, device = json.loads(path.read_text()), path.stem.replace("_", " ")
+    assert tuning.filename(device) == path.name
+    seen = set()
+    with tuning.on(device), gpu.abstract():
+        for call in kernel_calls.calls(jax.devices()[0], "cuda"):
+            if call.op not in held:
+                continue
+            with tuning.noted() as notes:
+                jax.jit(lambda *args, call=call: call.fn(*args)).trace(*call.args).lower(lowering_platforms=("cuda",))
+            for note in notes:
+                if note.key in held.get(note.op, {}):
+                    assert tuning.as_dict(note.sizes) == held[note.op][note.key]["config"]
+                    seen.add((note.op, note.key))
+    assert seen == {(op, key) for op, entries in held.items() for key in entries}
