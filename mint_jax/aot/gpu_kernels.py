@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from mint_jax.aot import chips
+from mint_jax.errors import UserError
 from mint_jax.models.kernel_calls import Call, calls
 from pallas_kernels import tuning
 
@@ -49,8 +50,10 @@ def compiled(call: Call, target: chips.Target, folder: Path) -> tuple[list[Kerne
         lowered: Any = jax.jit(call.fn, donate_argnums=call.donated).lower(*call.args)
     made = lowered.compile(target.options | {"xla_dump_to": str(folder)})
     ptxas = next(Path(jax.__file__).parents[1].glob("nvidia/*/bin/ptxas"))
-    out = []
-    for ptx in sorted(folder.glob("*.ptx")):
+    out, written = [], sorted(folder.glob("*.ptx"))
+    if not written:
+        raise UserError(f"the XLA of jax {jax.__version__} writes no PTX of what it compiles, which is read here: jax 0.10.2 does")
+    for ptx in written:
         if not ptx.stat().st_size:  # of constants alone
             continue
         told = subprocess.run([ptxas, "-v", "-arch=sm_90a", ptx, "-o", "/dev/null"], capture_output=True, text=True, check=True).stderr
