@@ -30,6 +30,7 @@ LEVELS = [
         "host",
         "digest",
         "nested",
+        "ordered",
         "safetensors_header",
     },
     {"errors", "files"},  # all may raise a UserError, and write a file
