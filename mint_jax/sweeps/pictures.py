@@ -92,16 +92,22 @@ def _references(ax: Any, picture: Picture, references: Sequence[Any]) -> None:
 def _curves(picture: Picture, rows: Sequence[Any], references: Sequence[Any], path: Path) -> None:
     panels = list(_panels(picture, rows))
     figure, axes = _figure(len(panels))
+    lines: dict[str, Any] = {}  # one legend for all panels, below them: curves leave no corner free
     for ax, (title, mine) in zip(axes, panels):
-        for label, [row, *_] in _series(picture, mine).items():
+        series = _series(picture, mine)
+        for label, [row, *_] in series.items():
             curve = row["curve"]
-            [line] = ax.plot(curve["steps"], curve["median"], label=f"{label}, n {curve['n']}")
-            ax.fill_between(curve["steps"], curve["low"], curve["high"], alpha=0.2, color=line.get_color())
+            [line] = ax.plot(curve["steps"], curve["median"])
+            ax.fill_between(curve["steps"], curve["low"], curve["high"], alpha=0.5 / max(3, len(series)), color=line.get_color())
+            lines.setdefault(f"{label}, n {curve['n']}", line)
         ax.set(title=title, xlabel="step")
         ax.grid(alpha=0.3)
-        ax.legend(fontsize=7)
     axes[0].set_ylabel(picture.y)
-    _save(figure, path)
+    wide = 0.065 * max(map(len, lines)) + 0.6  # inches, of an entry
+    across = max(1, min(len(lines), int(figure.get_figwidth() / wide)))
+    rows_of_legend = -(-len(lines) // across)
+    figure.legend(lines.values(), lines, fontsize=8, loc="lower center", ncols=across)
+    _save(figure, path, below=0.06 * rows_of_legend + 0.02)
 
 
 def _timeline(picture: Picture, rows: Sequence[Any], references: Sequence[Any], path: Path) -> None:
@@ -138,9 +144,10 @@ def _figure(panels: int, width: float = 4.6, height: float = 3.6, stacked: bool 
     return figure, list(axes.flat)
 
 
-def _save(figure: Any, path: Path) -> None:
+def _save(figure: Any, path: Path, below: float = 0.0) -> None:
+    """Args: ``below``: the share of the height that stays free at the bottom."""
     import matplotlib.pyplot as plt
 
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, below, 1, 1))
     figure.savefig(path, dpi=110)
     plt.close(figure)
