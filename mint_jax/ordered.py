@@ -11,9 +11,14 @@ import jax
 import jax.numpy as jnp
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def segment_sum(values: jax.Array, ids: jax.Array, many: int) -> jax.Array:
     """``[many, ...]``: the sums of the values ``[N, ...]`` that have each id ``[N]``; of ids from ``many`` on nothing."""
+    out: Any = _segment_sum(values, ids, many)
+    return out
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _segment_sum(values: jax.Array, ids: jax.Array, many: int) -> jax.Array:
     plain = functools.partial(jax.ops.segment_sum, num_segments=many)
     return jax.lax.platform_dependent(values, ids, cuda=functools.partial(sorted_sum, many=many), default=plain)
 
@@ -26,7 +31,7 @@ def _backward(many: int, ids: jax.Array, g: jax.Array) -> tuple[jax.Array, None]
     return g.at[ids].get(mode="fill", fill_value=0), None
 
 
-segment_sum.defvjp(_forward, _backward)
+_segment_sum.defvjp(_forward, _backward)
 
 
 def sorted_sum(values: jax.Array, ids: jax.Array, many: int) -> jax.Array:

@@ -125,7 +125,7 @@ def expert_mlp(
     chex.assert_equal_shape([expert_M, block_M] if isinstance(token_M, int) else [token_M, expert_M, block_M])
     blocks = 1 if lora is None else lora.total_blocks
     order = sort_rows(expert_M, block_M, p["gate"]["w"].shape[-3], blocks)
-    x = _rows_of(x_ND, order.order, order.inverse, token_M) if isinstance(token_M, int) else x_ND[token_M[order.order]]
+    x: Any = _rows_of(x_ND, order.order, order.inverse, token_M) if isinstance(token_M, int) else x_ND[token_M[order.order]]
     gate, up = _project(x, p, lora, ("gate", "up"), order, kernels)
     gate, up = checkpoint_name(gate, "expert_gate"), checkpoint_name(up, "expert_up")
     return _put_back(_project(swiglu(gate, up), p, lora, ("down",), order, kernels)[0], order.order, order.inverse)
