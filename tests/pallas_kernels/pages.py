@@ -66,7 +66,10 @@ def close(mine: Any, theirs: Any, dtype: str) -> None:
     scale = np.exp(np.where(none, 0, top - want_top))
     np.testing.assert_allclose(np.where(none, 0, top - want_top), 0, atol=10 * TOLERANCE[dtype])
     np.testing.assert_allclose(scale * total, want_total, rtol=TOLERANCE[dtype])
-    np.testing.assert_allclose(scale * value / np.maximum(want_total, 1), want_value / np.maximum(want_total, 1), atol=TOLERANCE[dtype])
+    # A weight's error is of its own size, and so a sum's of the largest value: 4 of 100,000 normal numbers (once 1.3e-5 of 3.3).
+    want = want_value / np.maximum(want_total, 1)
+    most = TOLERANCE[dtype] * max(1, np.abs(want).max(initial=0))
+    np.testing.assert_allclose(scale * value / np.maximum(want_total, 1), want, atol=most)
 
 
 def compiled(chip: str, call: Any, arrays: Any) -> Any:
