@@ -10,6 +10,7 @@ import numpy as np
 from mint_jax.errors import UserError, choice
 
 BASELINES = ("group_mean", "leave_one_out", "none")
+ROUNDINGS = 4  # spacings of numbers: a reward is often a sum of parts, and 0.1 + 0.2 is not 0.3
 NORMALISATIONS = ("sequence", "token", "constant", "sum")
 
 
@@ -24,10 +25,13 @@ def group_advantages(
             None is as the baseline's paper has it: ``group_mean`` is divided, ``leave_one_out`` and ``none`` are not.
         eps: added to the standard deviation.
 
+    Rewards of a group that are equal up to rounding give exactly 0 (without a baseline: themselves).
+
     Raises:
-        UserError: an unknown baseline, a reward that is not finite, or a group too small for its baseline.
+        UserError: an unknown baseline, a reward that is not finite or too large for float32, or a group too small for its baseline.
     """
-    rewards = np.asarray(rewards_QG, np.float64)
+    given = np.asarray(rewards_QG)
+    rewards = given.astype(np.float64)
     if baseline not in BASELINES:
         raise choice("advantage baseline", baseline, BASELINES)
     if not np.isfinite(rewards).all():
@@ -40,16 +44,29 @@ def group_advantages(
         raise UserError(
             f"baseline {baseline!r} needs at least 2 rollouts a prompt, there is {group}: raise group_size or use baseline 'none'"
         )
-    mean = rewards.mean(axis=1, keepdims=True)
-    if baseline == "group_mean":
-        advantages = rewards - mean
-    elif baseline == "leave_one_out":
-        advantages = (rewards - mean) * group / (group - 1)
+    # The mean of equal numbers is off by rounding, and an advantage of 1e-17 is a full step for
+    # Adam. So rewards count from the group's first, a spread of a few roundings counts as none,
+    # and the unit is a power of two near the largest, so that no square over- or underflows.
+    size = np.abs(rewards).max(axis=1, keepdims=True, initial=0.0)
+    unit = np.ldexp(1.0, np.maximum(np.frexp(size)[1] - 1, -1000))
+    from_first = rewards / unit - rewards[:, :1] / unit
+    precision = given.dtype if given.dtype.kind == "f" else np.float64
+    from_first[np.ptp(from_first, axis=1) <= ROUNDINGS * np.finfo(precision).eps] = 0.0
+    centred = from_first - from_first.mean(axis=1, keepdims=True)
+    if baseline == "none":
+        advantages = rewards / unit
     else:
-        advantages = rewards
-    if baseline == "group_mean" if divide_by_std is None else divide_by_std:
-        advantages = advantages / (rewards.std(axis=1, keepdims=True) + eps)
-    return advantages.astype(np.float32)
+        advantages = centred * (group / (group - 1) if baseline == "leave_one_out" else 1.0)
+    divides = baseline == "group_mean" if divide_by_std is None else divide_by_std
+    with np.errstate(over="ignore"):
+        if divides:
+            advantages = advantages / (centred.std(axis=1, keepdims=True) + eps / unit)
+        else:
+            advantages = advantages * unit
+        result = advantages.astype(np.float32)
+    if not np.isfinite(result).all():
+        raise UserError(f"rewards of up to {size.max():g} give advantages beyond float32: scale them down")
+    return result
 
 
 def token_weights(lengths: Sequence[int], normalisation: str, max_tokens: int = 1) -> list[float]:

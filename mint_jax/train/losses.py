@@ -71,6 +71,8 @@ class LossCoefs(NamedTuple):
 class Targets:
     """What the loss of one policy is computed from, all ``[B, M]`` unless said; padding has weight 0.
 
+    Tokens of weight 0 are left out of loss, gradient and metrics, whatever stands there, infinities and NaN included.
+
     Attributes:
         weights: float32, normalised.
         advantages: float32.
@@ -97,28 +99,36 @@ def policy_loss(logp_BM: jax.Array, targets: Targets, coefs: LossCoefs) -> tuple
         A scalar, and float32 scalars that sum over micro-batches: ``tokens`` counts target tokens, and names ending in
         ``_sum`` are sums over them: ``clipped`` counts those that a clip binds, ``gap`` is |log k|; ``max_gap`` is a maximum.
     """
-    t = targets
     chex.assert_rank(logp_BM, 2)
+    t = targets
     chex.assert_equal_shape([logp_BM, t.weights, t.advantages, t.old_logp, t.ref_logp, t.sequence])
-    mask = (t.weights != 0).astype(jnp.float32)
+    live = t.weights != 0
+
+    def used(x: jax.Array) -> jax.Array:  # 0 * inf is NaN, also backwards: nothing is computed from what has no weight
+        return jnp.where(live, x, 0.0)
+
+    logp_BM, advantages, old_logp, ref_logp = map(used, (logp_BM, t.advantages, t.old_logp, t.ref_logp))
+    is_kind = {kind: coefs.kind == i for i, kind in enumerate(KINDS)}
+    mask = live.astype(jnp.float32)
     present = jax.lax.stop_gradient(logp_BM)
-    first = present if t.first_logp is None else jnp.where(jnp.isnan(t.first_logp), present, t.first_logp)
-    log_gap = jnp.where(mask > 0, first - t.old_logp, 0.0)
+    first = present if t.first_logp is None else jnp.where(jnp.isnan(t.first_logp), present, used(t.first_logp))
+    log_gap = first - old_logp
+    is_sampled = ~is_kind["cross_entropy"] & ~is_kind["dpo"]
     gap = jnp.exp(jnp.clip(log_gap, -MAX_LOG_RATIO, MAX_LOG_RATIO))  # k
     inside = (gap >= coefs.band_low) & (gap <= coefs.band_high)
-    log_ratio = jnp.where(mask > 0, logp_BM - first, 0.0)
+    gap = jnp.where(is_sampled, gap, 1.0)
+    log_ratio = logp_BM - first
     ratio = jnp.exp(jnp.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))  # r
 
-    to_ref = jnp.where(mask > 0, t.ref_logp - logp_BM, 0.0)  # d = ref - logp
-    k3 = jnp.exp(jnp.clip(to_ref, -MAX_LOG_RATIO, MAX_LOG_RATIO)) - to_ref - 1.0
+    to_ref = ref_logp - logp_BM  # d
     uses_k1 = coefs.kl_kind == KL_KINDS.index("k1")
     uses_k3 = coefs.kl_kind == KL_KINDS.index("k3")
-    advantage = t.advantages + jnp.where(uses_k1, coefs.kl, 0.0) * jax.lax.stop_gradient(to_ref)
+    advantage = advantages + jnp.where(uses_k1, coefs.kl * jax.lax.stop_gradient(to_ref), 0.0)
 
     clipped = jnp.clip(ratio, coefs.ratio_low, coefs.ratio_high)
     whole = _of_sequences(log_ratio, mask, t.sequence)  # s, with the gradient of each token's own logp
     whole_clipped = jnp.clip(whole, coefs.ratio_low, coefs.ratio_high)
-    from_sampler = jnp.where(mask > 0, logp_BM - t.old_logp, 0.0)
+    from_sampler = jnp.where(is_kind["dro"], logp_BM - old_logp, 0.0)  # squared below, where inf * 0 is NaN for the other kinds
     per_token = {
         "cross_entropy": -logp_BM,
         "reinforce": -advantage * logp_BM,
@@ -130,31 +140,33 @@ def policy_loss(logp_BM: jax.Array, targets: Targets, coefs: LossCoefs) -> tuple
         "dro": -advantage * logp_BM + 0.5 * coefs.beta * from_sampler * from_sampler,
     }
     token_loss = jax.lax.select_n(coefs.kind, *(per_token[kind] for kind in KINDS))
-    token_loss = token_loss + jnp.where(uses_k3, coefs.kl, 0.0) * k3
-    is_sampled = (coefs.kind != KINDS.index("cross_entropy")) & (coefs.kind != KINDS.index("dpo"))
+    token_loss = token_loss + jnp.where(uses_k3, coefs.kl * _k3(jnp.where(uses_k3, to_ref, 0.0)), 0.0)
     keep = jnp.where(is_sampled, inside, True)
-    loss = jnp.sum(t.weights * jnp.where(keep, token_loss, 0.0))
+    loss = jnp.sum(t.weights * jnp.where(live & keep, token_loss, 0.0))
     binds = (
-        ((coefs.kind == KINDS.index("ppo")) & (ratio * advantage > clipped * advantage))
-        | ((coefs.kind == KINDS.index("gspo")) & (whole * advantage > whole_clipped * advantage))
-        | ((coefs.kind == KINDS.index("cispo")) & (clipped != ratio))
+        (is_kind["ppo"] & (ratio * advantage > clipped * advantage))
+        | (is_kind["gspo"] & (whole * advantage > whole_clipped * advantage))
+        | (is_kind["cispo"] & (clipped != ratio))
     )
 
-    pair_loss, reward_Z2 = _pairs(to_ref, mask, t, coefs)
+    reward_Z2 = coefs.beta * _gains(to_ref, t)
     margin = reward_Z2[:, 0] - reward_Z2[:, 1]
-    loss = loss + jnp.where(coefs.kind == KINDS.index("dpo"), pair_loss, 0.0)
+    paired = is_kind["dpo"] & (t.pair_weights != 0)
+    pair_loss = t.pair_weights * -jax.nn.log_sigmoid(jnp.where(paired, margin, 0.0))
+    loss = loss + jnp.sum(jnp.where(paired, pair_loss, 0.0))
+    reward_Z2, margin = jax.lax.stop_gradient((reward_Z2, margin))
 
     def total(x: jax.Array) -> jax.Array:
-        return jnp.sum(mask * jax.lax.stop_gradient(x))
+        return jnp.sum(used(jax.lax.stop_gradient(x)))
 
     return loss, {
         "tokens": jnp.sum(mask),
         "logp_sum": total(logp_BM),
-        "kl_sum": total(k3),
+        "kl_sum": total(_k3(to_ref)),
         "clipped_sum": total((binds & inside).astype(jnp.float32)),
         "masked_sum": total(1.0 - inside.astype(jnp.float32)),
         "gap_sum": total(jnp.abs(log_gap)),
-        "max_gap": jnp.max(mask * jnp.abs(jax.lax.stop_gradient(log_gap))),
+        "max_gap": jnp.max(jnp.abs(jax.lax.stop_gradient(log_gap))),
         "pairs": jnp.sum((t.pair_weights > 0).astype(jnp.float32)),
         "margin_sum": jnp.sum(jnp.where(t.pair_weights > 0, margin, 0.0)),
         "chosen_sum": jnp.sum(jnp.where(t.pair_weights > 0, reward_Z2[:, 0], 0.0)),
@@ -166,18 +178,21 @@ def policy_loss(logp_BM: jax.Array, targets: Targets, coefs: LossCoefs) -> tuple
 def _of_sequences(log_ratio: jax.Array, mask: jax.Array, sequence: jax.Array) -> jax.Array:
     """``exp`` of each sequence's mean log-ratio over its targets, at each of its places ``[B, M]``."""
     many = mask.size  # as many sequences as there are places at most
-    total = ordered.segment_sum((jax.lax.stop_gradient(log_ratio) * mask).ravel(), sequence.ravel(), many)
+    total = ordered.segment_sum(jax.lax.stop_gradient(log_ratio).ravel(), sequence.ravel(), many)
     count = ordered.segment_sum(mask.ravel(), sequence.ravel(), many)
     mean = (total / jnp.maximum(count, 1.0))[sequence]
     ratio = jnp.exp(jnp.clip(mean, -MAX_LOG_RATIO, MAX_LOG_RATIO))
     return ratio * jnp.exp(log_ratio - jax.lax.stop_gradient(log_ratio))
 
 
-def _pairs(to_ref: jax.Array, mask: jax.Array, t: Targets, coefs: LossCoefs) -> tuple[jax.Array, jax.Array]:
-    """DPO's weighted loss over pairs, and the implicit rewards ``beta (logp - ref_logp)`` of chosen and rejected, ``[Z, 2]``."""
+def _k3(to_ref: jax.Array) -> jax.Array:
+    return jnp.exp(jnp.clip(to_ref, -MAX_LOG_RATIO, MAX_LOG_RATIO)) - to_ref - 1.0
+
+
+def _gains(to_ref: jax.Array, t: Targets) -> jax.Array:
+    """``logp - ref_logp`` of chosen and rejected, summed over each sequence, ``[Z, 2]``."""
     pairs = t.pair_weights.shape[0]
     if not pairs:
-        return jnp.float32(0), jnp.zeros((0, 2), jnp.float32)
-    gain = ordered.segment_sum((-to_ref * mask).ravel(), t.sequence.ravel(), 2 * pairs)  # logp - ref a sequence
-    margin = coefs.beta * (gain[0::2] - gain[1::2])
-    return jnp.sum(t.pair_weights * -jax.nn.log_sigmoid(margin)), jax.lax.stop_gradient(coefs.beta * gain.reshape(pairs, 2))
+        return jnp.zeros((0, 2), jnp.float32)
+    total = ordered.segment_sum((-to_ref).ravel(), t.sequence.ravel(), 2 * pairs)
+    return total.reshape(pairs, 2)

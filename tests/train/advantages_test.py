@@ -41,6 +41,45 @@ def test_each_baseline_divides_as_its_paper_does():
     assert group_advantages(rewards, "group_mean", divide_by_std=False)[0, 0] == 0.75
 
 
+VALUES = [0.0, 0.1, -1 / 3, 7.0, 1e-5, 1e30, 1e-45, 5e-324, 1e-310, 1e200, -1.7e308]
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, "list"], ids=str)
+@pytest.mark.parametrize("divide_by_std", [None, True, False])
+@pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out"])
+def test_equal_rewards_give_exactly_zero(baseline, divide_by_std, dtype):
+    """Adam makes a full step of an advantage of 1e-17, and ``zero_advantage`` misses it."""
+    for group in (2, 3, 6, 7, 8, 100):
+        groups = [[value] * group for value in VALUES if dtype != np.float32 or abs(value) < 3e38]
+        rewards = groups if dtype == "list" else np.array(groups, dtype)
+        assert not group_advantages(rewards, baseline, divide_by_std).any()
+
+
+@pytest.mark.parametrize("baseline", ["group_mean", "leave_one_out"])
+def test_rewards_that_differ_by_rounding_are_equal(baseline, rng):
+    """Sums of the same parts in other orders."""
+    for dtype in (np.float64, np.float32):
+        parts = rng.uniform(0, 1, (20, 3)).astype(dtype)
+        orders = [(0, 1, 2), (1, 2, 0), (2, 0, 1)]
+        rewards = np.stack([parts[:, a] + parts[:, b] + parts[:, c] for a, b, c in orders], axis=1)
+        assert (np.ptp(rewards, axis=1) > 0).any()
+        assert not group_advantages(rewards, baseline).any()
+    apart = group_advantages(np.array([[1.0, 1.0 + 1e-12, 1.0]]), baseline, divide_by_std=False)
+    assert apart[0, 1] > 0 > apart[0, 0], "a difference that is more than rounding counts"
+
+
+@pytest.mark.parametrize("scale", [1e-300, 1e-160, 1e-30, 1e30, 1e160, 1e300])
+def test_advantages_divided_by_std_do_not_depend_on_the_size_of_rewards(scale, rng):
+    rewards = rng.normal(size=(4, 6))
+    wanted = group_advantages(rewards, eps=0.0)
+    np.testing.assert_allclose(group_advantages(rewards * scale, eps=0.0), wanted, rtol=1e-6)  # float32
+
+
+def test_rewards_too_large_for_float32_are_refused():
+    with pytest.raises(UserError, match=r"rewards of up to 1e\+200 give advantages beyond float32"):
+        group_advantages(np.array([[1e200, 0.0]]), divide_by_std=False)
+
+
 def test_rewards_of_one_prompt_do_not_touch_another(rng):
     rewards_QG = rng.normal(size=(3, 4))
     changed = rewards_QG.copy()

@@ -133,6 +133,47 @@ def test_loss_gradient_and_metrics_match_the_formula_in_float64(kind, rng):
     assert_matches(value_and_grad(logp, targets, stack(all_coefs)), logp, targets, all_coefs)
 
 
+@pytest.mark.parametrize("bad", [-np.inf, np.inf, np.nan], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_stands_at_tokens_of_weight_zero_counts_nowhere(kind, bad, rng):
+    """Loss, gradient and every metric are those of the other tokens, and the gradient there is 0."""
+    all_coefs = [coefs(kind, kl_kind, "band" if kind not in ("cross_entropy", "dpo") else "open") for kl_kind in KL_KINDS]
+    logp, targets = draw(rng, len(all_coefs))
+    dead = targets.weights == 0
+    assert dead.any(axis=(1, 2)).all()
+
+    def spoilt(x):
+        return np.where(dead, np.float32(bad), x)
+
+    names = ("advantages", "old_logp", "ref_logp", "first_logp")
+    targets = targets.replace(**{name: spoilt(getattr(targets, name)) for name in names})
+    got = value_and_grad(spoilt(logp), targets, stack(all_coefs))
+    assert not np.asarray(got[1])[dead].any()
+    assert_matches(got, spoilt(logp), targets, all_coefs)
+
+
+@pytest.mark.parametrize("bad", [-np.inf, np.inf, np.nan], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_loss_does_not_use_counts_nowhere(kind, bad, rng):
+    """The sampler's log-probabilities in cross-entropy and DPO, a reference without KL, pairs of weight 0."""
+    logp, targets = draw(rng, 1)
+    t = jax.tree.map(lambda x: x[0], targets)
+    of_no_pair = np.isin(t.sequence // 2, np.flatnonzero(t.pair_weights == 0))
+    assert of_no_pair.any()
+    unused = {"ref_logp": of_no_pair if kind == "dpo" else np.ones_like(of_no_pair)}
+    if kind in ("cross_entropy", "dpo"):
+        unused["old_logp"] = np.ones_like(of_no_pair)
+    spoilt = {name: np.where(where, np.float32(bad), getattr(t, name)) for name, where in unused.items()}
+    one = stack([coefs(kind)])
+    wanted = value_and_grad(logp, targets, one)
+    got = value_and_grad(logp, jax.tree.map(lambda x: x[None], t.replace(**spoilt)), one)
+    np.testing.assert_array_equal(got[0][0], wanted[0][0])
+    np.testing.assert_array_equal(got[1], wanted[1])
+    of_pairs = ("pairs", "margin_sum", "chosen_sum", "rejected_sum", "preferred_sum")
+    for name in of_pairs if kind == "dpo" else ("tokens", "logp_sum"):
+        np.testing.assert_array_equal(got[0][1][name], wanted[0][1][name])
+
+
 def test_policies_of_one_call_may_differ_in_everything(rng):
     all_coefs = [coefs(*each) for each in itertools.product(KINDS, KL_KINDS, BANDS) if each != ("dpo", "k3", "band")]
     all_coefs = [all_coefs[i] for i in rng.permutation(len(all_coefs))]
