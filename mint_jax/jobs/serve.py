@@ -31,6 +31,8 @@ class Settings(settings.WithCatalog):
         tokenizer: what Tinker's clients load the tokenizer by, a hub's name or a folder that they see; empty: the base's name.
         peft_folder: below which /v1/load_lora_adapter may read PEFT adapters; empty: nowhere.
         api_keys: folder of API keys, which python -m mint_jax.service.keys makes; empty: everybody may do everything, on loopback alone.
+        hosts: names by which a server without keys is reached beside localhost and its addresses, behind a proxy say; requests whose
+            Host header has another are refused.
         certificate: file of a TLS certificate with its chain; empty: no TLS.
         private_key: its file, where the certificate's has none.
         behind_tls: a proxy before the server encrypts.
@@ -62,6 +64,7 @@ class Settings(settings.WithCatalog):
     tokenizer: Place = ""
     peft_folder: Place = ""
     api_keys: Place = ""
+    hosts: tuple[str, ...] = ()
     certificate: Place = ""
     private_key: Place = ""
     behind_tls: bool = False
@@ -131,6 +134,7 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
         raise UserError(f"the service needs {error.name}: install mint-jax[serve]") from None
     keys = Keys(Path(config.api_keys)) if config.api_keys else None
     binding.check_binding(config.host, keys, bool(config.certificate) or config.behind_tls)
+    binding.check_hosts(config.hosts)
     sizes = sizes_of(config)
     default = Quota(
         tokens=config.tenant_tokens or None, policies=config.tenant_policies or None, bytes=int(config.tenant_gib * 2**30) or None
@@ -159,7 +163,7 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
             print(json.dumps({"ready": True, "url": f"{'https' if tls else 'http'}://{where}:{port}"}), flush=True)
 
         with server.running():
-            web = app.Web(server, app.make(server, keys, limits), config.host, config.port, started, **tls)
+            web = app.Web(server, app.make(server, keys, limits, config.hosts), config.host, config.port, started, **tls)
             web.run()
         if not web.started:
             raise UserError(f"port {config.port} of {config.host} cannot be used: choose another --config.port, or 0 for any that is free")

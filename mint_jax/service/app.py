@@ -4,7 +4,7 @@ import contextlib
 import functools
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import uvicorn
@@ -88,8 +88,12 @@ async def unrouted(request: Request, error: Exception) -> Response:
     return JSONResponse({"detail": told}, error.status_code, headers)
 
 
-def make(server: Server, keys: Keys | None = None, limits: Limits | None = None) -> Any:
-    """The ASGI application of a server that is running."""
+def make(server: Server, keys: Keys | None = None, limits: Limits | None = None, hosts: Iterable[str] = ()) -> Any:
+    """The ASGI application of a server that is running.
+
+    Args:
+        hosts: see ``Gate``.
+    """
     live, loop, engine = server.live, server.loop, server.engine
     watch = Watch(
         [
@@ -108,7 +112,7 @@ def make(server: Server, keys: Keys | None = None, limits: Limits | None = None)
     of_people = Console(server, browsers, serves).routes()
     routes = [exchange, *of_tinker, *openai.routes(serves), *of_operators, *of_people]
     app = Starlette(routes=routes, exception_handlers={**dict.fromkeys(STATUSES, told), HTTPException: unrouted})  # type: ignore[arg-type]
-    return watch.around(Gate(app, keys, limits, quotas=server.quotas, sessions=None if keys is None else browsers))
+    return watch.around(Gate(app, keys, limits, quotas=server.quotas, sessions=None if keys is None else browsers, hosts=hosts))
 
 
 def _exchange(tokens: Tokens) -> Route:

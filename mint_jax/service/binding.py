@@ -1,9 +1,13 @@
-"""Where a server may listen: for this machine alone, or with keys and encryption."""
+"""Where a server may listen, and which names it answers to without keys: loopback's, and those that a setting adds."""
 
 import ipaddress
+import re
+from collections.abc import Collection, Iterable
 
 from mint_jax.errors import UserError
 from mint_jax.service.keys import Keys
+
+_AUTHORITY = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+)(?::[0-9]{0,5})?")
 
 
 def check_binding(host: str, keys: Keys | None, tls: bool) -> None:
@@ -39,3 +43,35 @@ def is_loopback(host: str) -> bool:
         return False
     mapped = getattr(address, "ipv4_mapped", None)
     return (mapped or address).is_loopback
+
+
+def host_of(authority: str) -> str:
+    """Returns the host of a Host header or an origin, in lower case, without port, brackets and a final dot; empty if malformed."""
+    found = _AUTHORITY.fullmatch(authority)
+    return found[1].strip("[]").lower().removesuffix(".") if found else ""
+
+
+def is_ours(authority: str, hosts: Collection[str] = ()) -> bool:
+    """Returns whether a Host header names loopback or one of ``hosts``.
+
+    A page of another site can point its own name at this machine (DNS rebinding), and then reads whatever a server answers. The name
+    in the Host header is still the site's.
+    """
+    host = host_of(authority)
+    return bool(host) and (is_loopback(host) or host in hosts)
+
+
+def check_hosts(names: Iterable[str]) -> frozenset[str]:
+    """Returns host names in the form in which ``is_ours`` compares them.
+
+    Raises:
+        UserError: one has a port, a scheme, a path or a wildcard.
+    """
+    hosts = set()
+    for name in names:
+        plain = name if name.startswith("[") or ":" not in name else f"[{name}]"  # an IPv6 address needs no brackets here
+        host = host_of(plain)
+        if not host or host != name.strip("[]").lower().removesuffix("."):
+            raise UserError(f"hosts has {name!r}; expected a host's name or address alone, such as 'box.example', without scheme or port")
+        hosts.add(host)
+    return frozenset(hosts)

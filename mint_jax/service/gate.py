@@ -17,13 +17,12 @@ import json
 import logging
 import re
 import time
-import urllib.parse
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 from mint_jax.errors import UserError
-from mint_jax.service.binding import is_loopback
+from mint_jax.service.binding import check_hosts, is_ours
 from mint_jax.service.bodies import TooLarge, UnknownCoding, decompress
 from mint_jax.service.exchange import Left, Refusal, Reply, Source, path_of, replay, values
 from mint_jax.service.keys import SCOPES, Keys
@@ -72,14 +71,6 @@ class Limits:
             raise UserError(f"held_bytes is {self.held_bytes}, less than one body of {self.body_bytes} bytes: give it several times that")
 
 
-def _host(origin: str) -> str:
-    """The host of an Origin; empty where it names none, as ``null`` does."""
-    try:
-        return urllib.parse.urlsplit(origin).hostname or ""
-    except ValueError:
-        return ""
-
-
 @dataclasses.dataclass
 class _Who:
     tenant: str = "-"
@@ -110,10 +101,12 @@ class Gate:
 
     Args:
         app: an ASGI app; an exception that leaves it is logged, and answered with 500 and no more than the request's id.
-        keys: None lets everybody in as tenant ``default`` with all scopes: for a server on loopback, see ``binding.py``.
+        keys: None lets everybody in as tenant ``default`` with all scopes: for a server on loopback, see ``binding.py``. Requests must
+            then name this machine in ``Host``, on every path.
         table: what each path needs.
         quotas: of requests in flight by tenant.
         sessions: of browsers; None: there are none.
+        hosts: names that requests without keys may have in ``Host`` and ``Origin`` beside those of loopback.
     """
 
     def __init__(
@@ -124,9 +117,10 @@ class Gate:
         table: Table = TABLE,
         quotas: Quotas | None = None,
         sessions: Sessions | None = None,
+        hosts: Iterable[str] = (),
     ):
         self.app, self.keys, self.limits, self.table, self.sessions = app, keys, limits or Limits(), table, sessions
-        self.quotas = quotas or Quotas()
+        self.quotas, self.hosts = quotas or Quotas(), check_hosts(hosts)
         self.in_flight: collections.Counter[str] = collections.Counter()  # by tenant
         self.held_bytes = 0
 
@@ -145,6 +139,8 @@ class Gate:
             rule = self.table.find(scope["method"], path)
             is_open = rule is not None and rule.open
             try:
+                if not path.startswith("/"):  # an absolute URI, whose host would count in place of the header's, or `*`
+                    raise Refusal(400, f"the request is for {path[:80]!r}; send a path that begins with '/', and the host in Host")
                 who = _Who() if is_open and self.keys is not None else self._who(scope, path)
                 self._check_scope(rule, who, scope["method"], path)
                 with self._counted(None if is_open or self.limits.waits(path) else who.tenant), self._holding() as hold:
@@ -181,9 +177,7 @@ class Gate:
         """Whose request this is, by its headers."""
         headers = scope["headers"]
         if self.keys is None:
-            for origin in values(headers, b"origin"):
-                if not is_loopback(_host(origin)):  # a page of another site, in a browser on this machine
-                    raise Refusal(403, "a server without keys takes no requests from pages of other sites: give it keys")
+            self._check_local(headers)
             return _Who("default", SCOPES)
         shown = set(values(headers, b"x-api-key"))
         for value in values(headers, b"authorization"):
@@ -202,6 +196,21 @@ class Gate:
         if key is None:
             raise _unknown("the API key is unknown, revoked or expired: ask the server's operator for another")
         return _Who(key.tenant, key.scopes, key.id, is_token(secret), key.id)
+
+    def _check_local(self, headers: list[tuple[bytes, bytes]]) -> None:
+        """Refuses browsers' requests for pages of other sites, whatever name these have given to this machine."""
+        named = values(headers, b"host")
+        if len(named) != 1 or not is_ours(named[0], self.hosts):
+            told = ", ".join(named)[:80]
+            others = "".join(f", {host}" for host in sorted(self.hosts))
+            raise Refusal(
+                403,
+                f"Host is {told!r}; a server without keys answers to localhost, 127.0.0.1, [::1]{others} alone: ask for it there, "
+                "add the name to its setting hosts, or give it keys",
+            )
+        for origin in values(headers, b"origin"):
+            if not is_ours(origin.partition("://")[2], self.hosts):
+                raise Refusal(403, "a server without keys takes no requests from pages of other sites: give it keys")
 
     def _of_session(self, scope: Any, sessions: Sessions) -> _Who:
         """Whose a browser's request is. Its key is looked up each time: it may have been revoked."""

@@ -49,6 +49,20 @@ def test_every_route_has_a_rule(guarded):
             assert TABLE.find(method, path) is not None, f"{method} {route.path} would take any key"
 
 
+def test_without_keys_no_route_answers_to_a_foreign_name(sites, mesh):  # noqa: F811
+    """DNS rebinding: a page points its own name at this machine, so that the browser takes the server for the page's own site."""
+    site = sites(base_lib.load("tiny-random", mesh))
+    app, foreign = site._web.config.app, {"host": "evil.example"}
+    there = [(method, route.path) for route in routed(app) for method in sorted(route.methods)]
+    assert len(there) > 60
+    with httpx.Client(base_url=site.url) as client:
+        for method, path in [*there, ("GET", "/docs"), ("GET", "/"), ("GET", "/nothing"), ("PATCH", "/v1/models")]:
+            answer = client.request(method, path.replace("{", "").replace("}", "").replace(":path", ""), headers=foreign)
+            assert answer.status_code == 403, f"{method} {path}"
+        for path in ("/v1/models", "/debug/state", "/metrics", "/health", "/console/policies"):
+            assert client.get(path).status_code == 200, path
+
+
 def routed(app):
     """The routes of an application behind its gate and what counts."""
     while not hasattr(app, "routes"):

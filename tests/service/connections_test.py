@@ -21,7 +21,7 @@ from mint_jax.service.gate import Gate, Limits
 from mint_jax.service.keys import Keys, add
 
 HEAD_S, BODY_S, STALL_S = 0.5, 0.5, 0.5
-HEAD = b"POST /api/v1/asample HTTP/1.1\r\nHost: here\r\n"
+HEAD = b"POST /api/v1/asample HTTP/1.1\r\nHost: localhost\r\n"
 
 
 async def size(request):
@@ -117,7 +117,7 @@ def test_slow_heads_and_bodies_are_cut_while_others_are_served(port):
         "second head": (HEAD + b"Content-Length: 1\r\n\r\nx", HEAD + b"X-Long: " + b"a" * 100_000),
         "body": (HEAD + b"Content-Length: 100000\r\n\r\n", b"a" * 100_000),
         "chunks": (HEAD + b"Transfer-Encoding: chunked\r\n\r\n", b"1\r\na\r\n" * 100_000),
-        "open": (b"POST /api/v1/client/config HTTP/1.1\r\nHost: here\r\nContent-Length: 90\r\n\r\n", b"a" * 89 + b" " * 100_000),
+        "open": (b"POST /api/v1/client/config HTTP/1.1\r\nHost: localhost\r\nContent-Length: 90\r\n\r\n", b"a" * 89 + b" " * 100_000),
     }
     threads = [threading.Thread(target=slowly, args=(name, *what)) for name, what in slow.items() for _ in range(10)]
     for thread in threads:
@@ -149,7 +149,7 @@ def test_an_idle_connection_is_closed(port):
 
 def test_a_client_that_does_not_read_is_cut(port, endless):
     with connected(port) as connection:
-        connection.sendall(b"GET /endless HTTP/1.1\r\nHost: here\r\n\r\n")
+        connection.sendall(b"GET /endless HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert endless.ended.wait(30)
 
 
@@ -210,6 +210,31 @@ def test_a_slow_reader_that_goes_on_is_served():
     assert wire.aborted
     protocol.connection_lost(None)
     assert wire.fire(1) + wire.fire(2) == 0
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET /endless HTTP/1.1\r\nHost: evil.example\r\n", 403),
+        (b"GET /endless HTTP/1.0\r\n", 403),  # the only version in which a request may name no host
+        (b"GET http://evil.example/endless HTTP/1.1\r\nHost: localhost\r\n", 400),  # which RFC 9112 puts above the header
+        (b"GET http://localhost/endless HTTP/1.1\r\nHost: evil.example\r\n", 400),
+        (b"OPTIONS * HTTP/1.1\r\nHost: localhost\r\n", 400),
+        (b"GET /endless HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n", 400),
+        (b"GET /endless HTTP/1.1\r\nHost: evil.example\r\nX-Forwarded-Host: localhost\r\nForwarded: host=localhost\r\n", 403),
+        (
+            b"GET /endless HTTP/1.1\r\nHost: evil.example\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+            b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n",
+            403,
+        ),
+        (b"POST /api/v1/asample HTTP/1.1\r\nHost: [::1]:80\r\nContent-Length: 0\r\n", 200),
+    ],
+)
+def test_a_name_turned_to_this_machine_reads_nothing(port, head, status):
+    with connected(port) as connection:
+        connection.sendall(head + (b"" if b"Connection" in head else b"Connection: close\r\n") + b"\r\n")
+        connection.shutdown(socket.SHUT_WR)
+        assert all_of(connection).startswith(b"HTTP/1.1 %d " % status)
 
 
 def test_the_answer_to_a_large_body_arrives_and_the_connection_stays(port):

@@ -27,6 +27,8 @@ from mint_jax.service.gate import Gate, Limits
 from mint_jax.service.keys import SCOPES, Keys, add, revoke
 from mint_jax.service.rules import TABLE, Rule, Table
 
+LOCAL = [(b"host", b"localhost")]  # a server without keys wants to be called by such a name
+
 
 async def echo(request: Request):
     body = await request.body()
@@ -52,7 +54,7 @@ def gate_of(*routes, keys=None, limits=None):
 
 
 def client_of(app, **more) -> Any:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://here", **more)
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://localhost", **more)
 
 
 def ask(app, method, path, **more):
@@ -148,6 +150,53 @@ def test_without_keys_everybody_is_the_default_tenant_but_no_page_of_another_sit
         assert ask(app, "POST", "/v1/completions", headers={"origin": origin}).status_code == 403
 
 
+OURS = ["localhost", "LocalHost:8000", "localhost.", "127.0.0.1", "127.8.9.1:80", "127.0.0.1.", "[::1]", "[::1]:8000", "[::ffff:127.0.0.1]"]
+FOREIGN = [
+    *("evil.example", "evil.example:8000", "EVIL.example.", "localhost.evil.example", "evil-localhost", "127.0.0.1.evil.example"),
+    *("", ":8000", "[::1", "::1]:80", "[::2]", "[fe80::1%25lo]", "0.0.0.0", "[::]", "10.0.0.1", "169.254.169.254", "2130706433", "127.1"),
+    *("evil.example@localhost", "localhost@evil.example", "localhost/evil.example", "localhost#evil.example", "localhost, evil.example"),
+    *("localhost evil.example", "localhost..", "localhost:80:80", "localhost:x", "http://localhost", "l\u00f6calhost", "localhost\x00"),
+]
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/models", "/debug/state", "/metrics", "/health", "/docs", "/openapi.json", "/api/v1/client/config", "/"]
+)
+def test_without_keys_only_names_of_this_machine_are_answered(path):
+    app, called = gate_of(), []
+
+    async def inner(scope, receive, send):
+        called.append(scope["path"])
+        await PlainTextResponse("secret")(scope, receive, send)
+
+    app.app = inner
+    for host in FOREIGN:
+        for method in ("GET", "POST"):
+            got = ask(app, method, path, headers=[(b"host", host.encode("latin-1"))])
+            assert got.status_code == 403, host
+            assert "Host is" in got.text, host
+            assert "secret" not in got.text
+    assert not called
+    for host in OURS:
+        assert ask(app, "GET", path, headers={"host": host}).text == "secret", host
+
+
+def test_a_setting_adds_names_and_keys_need_none(keys, secrets):
+    app = Gate(Starlette(routes=[Route("/v1/models", echo)]), None, hosts=["Box.example", "192.0.2.7", "2001:db8::7"])
+    for host in ("box.example", "BOX.EXAMPLE.:80", "192.0.2.7:1", "[2001:db8::7]:1", "localhost"):
+        assert ask(app, "GET", "/v1/models", headers={"host": host}).status_code == 200, host
+        assert ask(app, "GET", "/v1/models", headers={"host": host, "origin": f"https://{host}"}).status_code == 200, host
+    refused = ask(app, "GET", "/v1/models", headers={"host": "other.example"})
+    assert refused.status_code == 403
+    assert "box.example" in refused.json()["error"]["message"]
+    assert ask(app, "GET", "/v1/models", headers={"host": "a.box.example"}).status_code == 403
+    for wrong in ("https://box.example", "box.example:80", "*", "*.example", "", "a/b", "a b", "[::1]:80"):
+        with pytest.raises(UserError, match="hosts has"):
+            Gate(app.app, None, hosts=[wrong])
+    guarded = gate_of(keys=keys)  # whoever asks shows a key, which no page of another site has
+    assert ask(guarded, "GET", "/v1/models", headers={"host": "any.example", "x-api-key": secrets["read"]}).status_code == 200
+
+
 def test_a_revoked_key_stops_within_two_seconds(folder, keys, secrets):
     app = gate_of(keys=keys)
     headers = bearer(secrets["sample"])
@@ -214,7 +263,7 @@ def test_the_official_clients_name_refusals_as_they_should(folder, keys, secrets
 
     async def run():
         async with client_of(app) as http:
-            client = openai.AsyncOpenAI(api_key=key("sample"), base_url="http://here/v1", http_client=http, max_retries=0)
+            client = openai.AsyncOpenAI(api_key=key("sample"), base_url="http://localhost/v1", http_client=http, max_retries=0)
             with pytest.raises(OPENAI_ERRORS[status]) as raised:
                 await client.completions.create(model="m", prompt="a prompt that is longer than forty bytes")
             assert raised.value.status_code == status
@@ -222,7 +271,7 @@ def test_the_official_clients_name_refusals_as_they_should(folder, keys, secrets
             assert raised.value.type
         async with client_of(app) as http:
             config = ClientConfigResponse(use_pyqwest_transport=False)
-            client = AsyncTinker(api_key=key("train"), base_url="http://here", http_client=http, max_retries=0, _client_config=config)
+            client = AsyncTinker(api_key=key("train"), base_url="http://localhost", http_client=http, max_retries=0, _client_config=config)
             body = {"tinker_path": "tinker://a/weights/longer-than-forty-bytes"}
             with pytest.raises(TINKER_ERRORS[status]) as raised:
                 await client.post("/api/v1/weights_info", cast_to=object, body=body)
@@ -556,7 +605,7 @@ def test_an_answer_that_breaks_off_and_a_500_of_the_apps_own(caplog):
         async def send(message):
             sent.append(message)
 
-        await app({"type": "http", "method": "GET", "path": "/late", "headers": [], "query_string": b""}, receive, send)
+        await app({"type": "http", "method": "GET", "path": "/late", "headers": LOCAL, "query_string": b""}, receive, send)
 
     asyncio.run(late())
     assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
@@ -590,7 +639,7 @@ def test_a_stream_passes_part_by_part():
                 more.set()  # it would wait for ever, were the first part kept back
 
         app = gate_of(Route("/s", endpoint))
-        scope = {"type": "http", "method": "GET", "path": "/s", "headers": [], "query_string": b"", "root_path": ""}
+        scope = {"type": "http", "method": "GET", "path": "/s", "headers": LOCAL, "query_string": b"", "root_path": ""}
         await asyncio.wait_for(app(scope, receive, send), 10)
         assert [body for body in seen if body] == [b"one", b"two"]
 
@@ -600,7 +649,7 @@ def test_a_stream_passes_part_by_part():
 def test_a_root_path_is_not_part_of_a_rule(keys, secrets):
     async def run():
         transport = httpx.ASGITransport(gate_of(keys=keys), root_path="/mint")
-        async with httpx.AsyncClient(transport=transport, base_url="http://here") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             status = [
                 (await client.post("/mint/api/v1/asample", headers=bearer(secrets[scope]))).status_code for scope in ("sample", "train")
             ]

@@ -118,7 +118,7 @@ def test_requests_in_flight_are_a_tenants_own_number():
     async def run():
         named = Quotas(Quota(requests=0))
         app = Gate(Starlette(routes=[Route("/x", answer)]), None, Limits(), quotas=named)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             refused = await client.get("/x")
             named.default = Quota(requests=1)
             return refused, await client.get("/x")

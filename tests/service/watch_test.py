@@ -23,7 +23,7 @@ from pallas_kernels import dispatch
 
 def ask(app, *requests):
     async def all_of_them():
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             return [await client.request(method, path, **more) for method, path, more in requests]
 
     return asyncio.run(all_of_them())
@@ -106,7 +106,7 @@ def test_a_client_that_left_is_counted():
         async def send(_):
             raise AssertionError("nobody is there")
 
-        scope = {"type": "http", "method": "POST", "path": "/api/v1/asample", "headers": [], "query_string": b""}
+        scope = {"type": "http", "method": "POST", "path": "/api/v1/asample", "headers": [(b"host", b"localhost")], "query_string": b""}
         await served(watch)(scope, receive, send)
 
     asyncio.run(leaves())

@@ -24,7 +24,7 @@ from mint_jax.catalog.records.database import DatabaseFailed
 from mint_jax.catalog.storage.interface import StorageFailed
 from mint_jax.errors import UserError
 from mint_jax.service.book import NotFound
-from mint_jax.service.console.sessions import UNDER, Browsers, is_local, same_origin
+from mint_jax.service.console.sessions import UNDER, Browsers, same_origin
 
 HERE = Path(__file__).parent
 THEME = "mint_theme"  # a cookie that the page's own script sets
@@ -146,14 +146,11 @@ class Pages:
         return handler(asked)
 
     def pass_(self, request: Request, token: str) -> None:
-        """Refuses what did not come from a page of this console.
+        """Refuses forms that no page of this console sent. The gate checks the Host header.
 
         Raises:
-            Forbidden: a form of another site, or of before a restart; or a server without keys under a name that is not loopback's, as a
-                page has that turns its own name to this machine.
+            Forbidden: a form of another site, or from before a restart.
         """
-        if self.browsers.keys is None and not is_local(request.headers.get("host", "")):
-            raise Forbidden("a server without keys shows its console at 127.0.0.1, ::1 and localhost alone: ask for it there")
         if request.method == "POST":
             if not same_origin(request.headers):
                 raise Forbidden("this form does not come from a page of the console: open the console, and do it there")

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from mint_jax.errors import UserError
 from mint_jax.service import openai
+from mint_jax.service.binding import is_ours
 from mint_jax.service.console import pages, sessions
 from mint_jax.service.console.operations import Operations
 from mint_jax.service.console.pages import HEADERS, TOKEN, Asked, Busy, Forbidden, Page, Pages
@@ -103,7 +104,7 @@ class Console:
             wrong = "This key is unknown, revoked or expired. Ask the server's operator for another."
             return self.pages.response(asked, Page("sign_in.html", {"next": where, "error": wrong}, 401))
         response = self.pages.response(asked, Page(to=where if self.browsers.covers(where) else UNDER))
-        secure = request.url.scheme == "https" or not sessions.is_local(request.headers.get("host", ""))
+        secure = request.url.scheme == "https" or not is_ours(request.headers.get("host", ""))
         options: Any = {"path": asked.root + UNDER, "secure": secure, "httponly": True, "samesite": "strict"}
         response.set_cookie(COOKIE, found[1], max_age=int(LONGEST_S), **options)
         return response

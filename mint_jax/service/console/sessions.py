@@ -17,7 +17,6 @@ from typing import Any
 
 from starlette.requests import cookie_parser
 
-from mint_jax.service.binding import is_loopback
 from mint_jax.service.exchange import Refusal, path_of
 from mint_jax.service.keys import Key, Keys
 
@@ -115,14 +114,6 @@ def same_origin(headers: Mapping[str, str]) -> bool:
         return site == "same-origin"
     origin = urllib.parse.urlsplit(headers.get("origin", "")).netloc
     return bool(origin) and origin == headers.get("host")
-
-
-def is_local(host: str) -> bool:
-    """Whether a Host header names loopback."""
-    try:
-        return is_loopback(urllib.parse.urlsplit("//" + host).hostname or "")
-    except ValueError:
-        return False
 
 
 def cookies_of(headers: list[tuple[bytes, bytes]]) -> dict[str, str]:
