@@ -224,7 +224,7 @@ class Policy:
     def train_step(self, rows: Sequence[Row] | Sequence[Group]) -> dict[str, float]:
         """One update: ``forward_backward`` and ``optim_step``. Its metrics are means over target tokens."""
         totals = self.forward_backward(rows)
-        return summarise(totals, self.trainer.policies[self.name].loss) | self.optim_step()
+        return summarise(totals) | self.optim_step()
 
     def forward_backward(self, rows: Sequence[Row] | Sequence[Group]) -> dict[str, float]:
         """Adds the gradient of these rows to the policy's sum; metrics are sums over target tokens.

@@ -121,6 +121,8 @@ class Policy(settings.Policy):
 
     def __post_init__(self):
         self.sampling.check_trains()
+        if "advantages" not in self.loss.needs:
+            raise UserError(f"loss.kind is {self.loss.kind!r}, which rewards do not enter: choose ppo, say, or job sft or dpo")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,6 +23,7 @@ from mint_jax.jobs.settings import Count, Natural, Open, Place
 from mint_jax.jobs.training import TrainingRun
 from mint_jax.models.base import Base
 from mint_jax.train.batch import Group
+from mint_jax.train.losses import KINDS
 from mint_jax.train.trainer import LossConfig, Trainer
 
 TOO_LONG = ("refuse", "cut", "drop")
@@ -69,12 +70,12 @@ class Policy(settings.Policy):
 
 
 def check_kind(loss: LossConfig, kind: str, job: str) -> None:
-    """Refuses another loss than the job's own.
+    """Refuses a loss that the job's data cannot feed: it has its own, and SFT registered ones of log-probabilities alone.
 
     Raises:
         UserError: with the job that has it.
     """
-    if loss.kind != kind:
+    if loss.kind != kind and (loss.kind in KINDS or not loss.needs <= {"ref_logp"} or kind != "cross_entropy"):
         raise UserError(f"loss.kind is {loss.kind!r}, but job {job} minimises {kind!r}: drop loss.kind, or choose another job")
 
 

@@ -21,10 +21,8 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
 
 from mint_jax import multihost
-from mint_jax import params as params_lib
 from mint_jax.errors import UserError, choice
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig, Slot
@@ -32,12 +30,13 @@ from mint_jax.models import transformer
 from mint_jax.models.base import Base
 from mint_jax.models.config import ModelConfig
 from mint_jax.train import blocks as blocks_lib
+from mint_jax.train import one_slot
 from mint_jax.train import state as state_lib
 from mint_jax.train import step as step_lib
 from mint_jax.train.blocks import Block, BlockShape, Work
 from mint_jax.train.held import PARTS, Held, Spilled
 from mint_jax.train.losses import KINDS, LossCoefs
-from mint_jax.train.state import Hyper, OptimizerConfig, State, TrainStack
+from mint_jax.train.state import Hyper, OptimizerConfig, State
 from mint_jax.train.step_times import StepTimes
 
 SHAPES = (BlockShape(1, 1, 256), BlockShape(8, 1, 256), BlockShape(1, 1, 1024), BlockShape(4, 1, 1024), BlockShape(1, 1, 1024, 32))
@@ -53,19 +52,6 @@ class Step(NamedTuple):
     seconds: float
 
 
-class OneSlot(NamedTuple):
-    """A slot's leaves without their slot axis."""
-
-    factors: Any
-    mu: Any
-    nu: Any
-    grad: Any
-    scale: Any
-    count: Any
-    steps: Any
-    skipped: Any
-
-
 @dataclasses.dataclass(eq=False)
 class _Policy:
     config: AdapterConfig
@@ -74,39 +60,6 @@ class _Policy:
     slot: int | None = None
     pending: bool = False  # gradients that no update has used
     used: int = 0
-
-
-def _in_bucket(stack: TrainStack, slot: jax.Array) -> OneSlot:
-    of = functools.partial(jax.tree.map, lambda x: jax.lax.dynamic_index_in_dim(x, slot, state_lib.slot_axis(x), keepdims=False))
-    opt = {name: optax.tree.get(stack.opt, name) for name in ("mu", "nu", "count")}
-    return OneSlot(
-        of(stack.adapters.factors), of(opt["mu"]), of(opt["nu"]), of(stack.grad_sum),
-        of(stack.adapters.scale), of(opt["count"]), of(stack.steps), of(stack.skipped),
-    )  # fmt: skip
-
-
-_read = jax.jit(_in_bucket)
-
-
-@functools.partial(jax.jit, static_argnames=("cfg",), donate_argnames=("stack",))
-def _write(stack: TrainStack, slot: jax.Array, one: OneSlot, cfg: ModelConfig) -> TrainStack:
-    def put(all_: Any, mine: Any) -> Any:
-        return jax.tree.map(
-            lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y.astype(x.dtype), slot, state_lib.slot_axis(x)), all_, mine
-        )
-
-    opt = {name: put(optax.tree.get(stack.opt, name), getattr(one, name)) for name in ("mu", "nu", "count")}
-    new = dataclasses.replace(
-        stack,
-        adapters=dataclasses.replace(
-            stack.adapters, factors=put(stack.adapters.factors, one.factors), scale=put(stack.adapters.scale, one.scale)
-        ),
-        opt=optax.tree.set(stack.opt, **opt),
-        grad_sum=put(stack.grad_sum, one.grad),
-        steps=put(stack.steps, one.steps),
-        skipped=put(stack.skipped, one.skipped),
-    )
-    return lora_tree.constrain(new, transformer.abstract(cfg))
 
 
 class Live:
@@ -162,7 +115,6 @@ class Live:
         self._brought: collections.defaultdict[str, float] = collections.defaultdict(float)
         with jax.set_mesh(base.mesh):
             self.state: State = _empty(base.cfg, tuple(self.slots.items()), self.targets)
-        self._one_slot = {bucket: jax.eval_shape(_in_bucket, stack, np.int32(0)) for bucket, stack in self.state.items()}
 
     # -- who is there
 
@@ -396,47 +348,21 @@ class Live:
         assert isinstance(policy.held, Held)
         slot = free.pop()
         with jax.set_mesh(self.base.mesh):
-            one = self._padded(policy)
-            self.state[policy.bucket] = _write(self.state.pop(policy.bucket), np.int32(slot), one, cfg=self.base.cfg)
+            one = one_slot.padded(policy.held, self.state[policy.bucket])
+            self.state[policy.bucket] = one_slot.write(self.state.pop(policy.bucket), np.int32(slot), one, cfg=self.base.cfg)
         self.state = dict(sorted(self.state.items()))
         policy.slot, policy.held = slot, None
         if spilled is not None:
             spilled.path.unlink(missing_ok=True)
         self.counts["slots_written"] += 1
 
-    def _padded(self, policy: _Policy) -> OneSlot:
-        """A state as its slot holds it: zeros for what it does not have."""
-        held, shapes = policy.held, self._one_slot[policy.bucket]
-        assert isinstance(held, Held)
-        parts = {}
-        for name in PARTS:
-            mine = held.parts.get(name, {})
-
-            def put(path: str, like: Any, mine: Mapping[str, np.ndarray] = mine) -> np.ndarray:
-                out = np.zeros(like.shape, like.dtype)
-                if path in mine:
-                    out[..., : held.config.rank, :] = mine[path]
-                return out
-
-            parts[name] = params_lib.map_with_path(put, getattr(shapes, name))
-        factors, mu, nu, grad = (parts[name] for name in PARTS)
-        counts = (np.int32(n) for n in (held.count, held.steps, held.skipped))
-        return OneSlot(factors, mu, nu, grad, np.float32(held.config.scale), *counts)
-
     def _taken(self, policy: _Policy, parts_of: Sequence[str] = PARTS) -> Held:
         """The state of a policy in a slot, read to the host; of ``PARTS`` those that are asked for."""
         assert policy.slot is not None
         with jax.set_mesh(self.base.mesh):
-            one = _read(self.state[policy.bucket], np.int32(policy.slot))
+            one = one_slot.read(self.state[policy.bucket], np.int32(policy.slot))
         self.counts["slots_read"] += 1
-        config, paths = policy.config, {path for path, _ in params_lib.leaves_with_path(lora_tree.adapter_specs(self.specs, policy.config))}
-        count, steps, skipped = (int(x) for x in jax.device_get((one.count, one.steps, one.skipped)))
-        parts = {}
-        for name in parts_of:
-            if name == "factors" or (name == "grad" and policy.pending) or (name in ("mu", "nu") and count):
-                mine = {path: leaf for path, leaf in params_lib.leaves_with_path(getattr(one, name)) if path in paths}
-                parts[name] = {path: np.array(leaf)[..., : config.rank, :].copy() for path, leaf in jax.device_get(mine).items()}
-        return Held(config, parts, count, steps, skipped)
+        return one_slot.taken(one, policy.config, self.specs, [name for name in parts_of if name != "grad" or policy.pending])
 
     def held(self, name: str) -> Held:
         """A copy of a policy's state, wherever it is."""
@@ -484,8 +410,8 @@ class Live:
             nobody = jax.tree.map(lambda x, n=count: np.zeros((n, *x.shape), x.dtype), Hyper.of(OptimizerConfig()))
             with jax.set_mesh(self.base.mesh):
                 stack, _ = step_lib.optim_step_with(self.state.pop(bucket), np.full(count, count, np.int32), np.int32(0), nobody)
-                one = _read(stack, np.int32(0))
-                self.state[bucket] = _write(stack, np.int32(0), jax.device_get(one), cfg=self.base.cfg)
+                one = one_slot.read(stack, np.int32(0))
+                self.state[bucket] = one_slot.write(stack, np.int32(0), jax.device_get(one), cfg=self.base.cfg)
         self.state = dict(sorted(self.state.items()))
 
 

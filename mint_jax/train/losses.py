@@ -4,6 +4,9 @@ Every loss is a sum over target tokens of ``weight * per-token loss`` (or over p
 normalisation, computed on the host when the batch is built (``advantages.token_weights``), so that a gradient
 accumulated over micro-batches equals that of the whole batch.
 
+A loss is one function, ``Tokens -> per-token loss [B, M]``. The built-in ones are in ``BUILT_IN``; ``register`` adds others at
+run time. What a loss needs of the data is found by tracing it once: the fields of ``Tokens`` that it reads.
+
 A token's log-probability is known three times: of the *sampler* when it was drawn (``old_logp``), of the trainer before the
 *first* update on it (``first_logp``; in that update itself it is the present one), and of the trainer now. With
 k = exp(first_logp - old_logp), r = exp(logp - first_logp), A the advantage, sg the stopped gradient:
@@ -31,7 +34,10 @@ of the KL; the estimator itself has a zero-mean gradient), ``k3`` adds ``kl * (e
 Axes: B rows, M target positions of a row, Z pairs.
 """
 
-from typing import NamedTuple
+import functools
+import re
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import chex
 import jax
@@ -39,8 +45,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from mint_jax import ordered
+from mint_jax.errors import UserError, choice, own_traceback
 
-KINDS = ("cross_entropy", "reinforce", "importance_sampling", "ppo", "cispo", "dpo", "gspo", "dro")
 KL_KINDS = ("none", "k1", "k3")
 MAX_LOG_RATIO = 20.0  # exp of a larger one would overflow in products
 
@@ -49,7 +55,7 @@ class LossCoefs(NamedTuple):
     """One policy's loss as data: scalars here, ``[P]`` in a batch.
 
     Attributes:
-        kind: index into ``KINDS``.
+        kind: index into ``KINDS``; beyond it, into the registered functions that ``policy_loss`` is given.
         ratio_low, ratio_high: bounds of the ratio r, or of s; a ``ratio_low`` of 0 leaves the lower side open.
         kl_kind: index into ``KL_KINDS``.
         kl: weight of the KL to the reference.
@@ -92,8 +98,172 @@ class Targets:
     first_logp: jax.Array | None = None
 
 
-def policy_loss(logp_BM: jax.Array, targets: Targets, coefs: LossCoefs) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The loss of one policy and its metrics; ``jax.vmap`` over a leading axis of all three gives many.
+class Tokens(NamedTuple):
+    """What a loss function reads: one policy's tokens. Arrays are float32 ``[B, M]`` unless said; padding has ``mask`` 0.
+
+    Attributes:
+        logp: log-probability of each target under the policy now. Gradients flow through it and the two ratios.
+        advantages: of each token, less the KL penalty where ``kl_kind`` is ``k1``.
+        old_logp: log-probability under the sampler that drew the token.
+        first_logp: log-probability under the policy before the first update on these tokens.
+        ref_logp: log-probability under the reference.
+        ratio: ``exp(logp - first_logp)``; 1 in the first update.
+        sequence_ratio: ``exp`` of the mean of ``logp - first_logp`` over the token's sequence; its gradient at a token is
+            that of ``ratio`` times itself.
+        sampler_ratio: ``exp(first_logp - old_logp)``, the correction for tokens that another policy drew.
+        mask: 1 at target tokens, 0 elsewhere.
+        sequence: int32, the number of the token's sequence.
+        coefs: the numbers of the policy's ``LossConfig``: ``ratio_low``, ``ratio_high``, ``beta`` and others.
+    """
+
+    logp: jax.Array
+    advantages: jax.Array
+    old_logp: jax.Array
+    first_logp: jax.Array
+    ref_logp: jax.Array
+    ratio: jax.Array
+    sequence_ratio: jax.Array
+    sampler_ratio: jax.Array
+    mask: jax.Array
+    sequence: jax.Array
+    coefs: LossCoefs
+
+
+LossFn = Callable[[Tokens], jax.Array]
+
+
+def _clipped(ratio: jax.Array, c: LossCoefs) -> jax.Array:
+    return jnp.clip(ratio, c.ratio_low, c.ratio_high)
+
+
+def _ppo(ratio: jax.Array, t: Tokens) -> jax.Array:
+    return -t.sampler_ratio * jnp.minimum(ratio * t.advantages, _clipped(ratio, t.coefs) * t.advantages)
+
+
+def _dro(t: Tokens) -> jax.Array:
+    return -t.advantages * t.logp + 0.5 * t.coefs.beta * (t.logp - t.old_logp) ** 2
+
+
+BUILT_IN: dict[str, LossFn] = {
+    "cross_entropy": lambda t: -t.logp,
+    "reinforce": lambda t: -t.advantages * t.logp,
+    "importance_sampling": lambda t: -t.sampler_ratio * t.advantages * t.ratio,
+    "ppo": lambda t: _ppo(t.ratio, t),
+    "cispo": lambda t: -t.sampler_ratio * jax.lax.stop_gradient(_clipped(t.ratio, t.coefs)) * t.advantages * t.logp,
+    "dpo": lambda t: jnp.zeros_like(t.logp),  # its loss is of pairs: see policy_loss
+    "gspo": lambda t: _ppo(t.sequence_ratio, t),
+    "dro": _dro,
+}
+KINDS = tuple(BUILT_IN)
+CLIPPING = ("ppo", "gspo", "cispo")  # whose metrics count the tokens at which a clip binds
+_registered: dict[str, LossFn] = {}
+
+
+def register(name: str, fn: LossFn) -> None:
+    """Adds a loss, which ``LossConfig(name)`` and ``loss.kind`` in a config then name. A second function of a name replaces the first.
+
+        def clipped_reinforce(t):  # t is a Tokens; returns the loss of each token, [B, M]
+            return -jnp.clip(t.advantages, -1, 1) * t.logp
+
+        mint.register_loss("clipped_reinforce", clipped_reinforce)
+
+    The policy's loss is the sum over its target tokens of weight times what ``fn`` returns. ``fn`` is traced by JAX and must use
+    ``jax.numpy``. What it reads of its argument decides what its policies must be given: ``advantages``, ``old_logp`` (also
+    through ``sampler_ratio``), or a reference for ``ref_logp``.
+
+    Raises:
+        UserError: a built-in loss has the name, or ``fn`` is not such a function.
+    """
+    if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name):
+        raise UserError(f"name of a loss is {name!r}; expected text of letters, digits and _: 'my_loss', say")
+    if name in BUILT_IN:
+        raise UserError(f"loss {name!r} is built in: register yours by another name")
+    if not callable(fn):
+        raise UserError(f"loss {name!r} is {fn!r:.80}; expected a function of mint.Tokens that returns the loss of each token")
+    try:
+        reads(fn)
+    except Exception as error:
+        if isinstance(error, UserError):
+            raise UserError(f"loss {name!r} {error}") from None
+        what = f"loss {name!r} raised {type(error).__name__}: {error}: expected a function of mint.Tokens, in jax.numpy"
+        raise UserError(f"{what}\n{own_traceback(error)}") from None
+    _registered[name] = fn
+
+
+def name_of(fn: LossFn) -> str:
+    """The name of a function among the registered losses; registers it where it has none."""
+    for name, known in _registered.items():
+        if known is fn:
+            return name
+    own = re.sub(r"\W", "", getattr(fn, "__name__", "")) or type(fn).__name__
+    own = "loss" if own == "lambda" else own
+    name = next(n for n in (own, *(f"{own}_{i}" for i in range(2, len(_registered) + 4))) if n not in known_kinds())
+    register(name, fn)
+    return name
+
+
+def known_kinds() -> tuple[str, ...]:
+    """Names of all losses, registered ones last."""
+    return (*KINDS, *_registered)
+
+
+def needs(kind: str) -> frozenset[str]:
+    """What a loss needs of the data: among ``advantages``, ``old_logp``, ``ref_logp`` and ``pairs``."""
+    if kind == "dpo":
+        return frozenset(("ref_logp", "pairs"))
+    if kind not in known_kinds():
+        raise choice("loss", kind, known_kinds())
+    found = reads(BUILT_IN.get(kind) or _registered[kind])
+    return frozenset({"old_logp" if name == "sampler_ratio" else name for name in found} & {"advantages", "old_logp", "ref_logp"})
+
+
+def functions_of(kinds: Iterable[str]) -> tuple[LossFn, ...]:
+    """The registered functions among these losses, in one order, as a program takes them."""
+    return tuple(_registered[kind] for kind in sorted(set(kinds)) if kind in _registered)
+
+
+def index_of(kind: str, custom: tuple[LossFn, ...] = ()) -> int:
+    """``LossCoefs.kind`` of a loss in a program that has these registered functions."""
+    return KINDS.index(kind) if kind in KINDS else len(KINDS) + custom.index(_registered[kind])
+
+
+@functools.lru_cache(maxsize=256)
+def reads(fn: LossFn) -> frozenset[str]:
+    """The fields of ``Tokens`` that a loss function reads, found by tracing it.
+
+    Raises:
+        UserError: it does not return one number a token.
+    """
+    found: set[str] = set()
+
+    class Recorder:
+        def __init__(self, tokens: Tokens):
+            self._tokens = tokens
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in Tokens._fields:
+                raise UserError(f"reads {name!r}; a loss is given {', '.join(Tokens._fields)}")
+            found.add(name)
+            return getattr(self._tokens, name)
+
+    shape = (2, 3)
+    floats: dict[str, Any] = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name in Tokens._fields}
+    scalars: dict[str, Any] = {name: jax.ShapeDtypeStruct((), jnp.int32 if "kind" in name else jnp.float32) for name in LossCoefs._fields}
+    tokens = Tokens(**floats | {"sequence": jax.ShapeDtypeStruct(shape, jnp.int32), "coefs": LossCoefs(**scalars)})
+    out = jax.eval_shape(lambda t: fn(Recorder(t)), tokens)  # type: ignore[arg-type]
+    if getattr(out, "shape", None) != shape or not jnp.issubdtype(out.dtype, jnp.floating):
+        what = f"{out.dtype} of shape {out.shape}" if hasattr(out, "dtype") else f"{type(out).__name__}"
+        raise UserError(f"returns {what} for tokens of shape {shape}; expected a float for each token: leave the sum to the trainer")
+    return frozenset(found)
+
+
+def policy_loss(
+    logp_BM: jax.Array, targets: Targets, coefs: LossCoefs, custom: tuple[LossFn, ...] = ()
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The loss of one policy and its metrics; ``jax.vmap`` over a leading axis of the first three gives many.
+
+    Args:
+        custom: registered functions, which kinds beyond ``KINDS`` stand for.
 
     Returns:
         A scalar, and float32 scalars that sum over micro-batches: ``tokens`` counts target tokens, and names ending in
@@ -125,24 +295,14 @@ def policy_loss(logp_BM: jax.Array, targets: Targets, coefs: LossCoefs) -> tuple
     uses_k3 = coefs.kl_kind == KL_KINDS.index("k3")
     advantage = advantages + jnp.where(uses_k1, coefs.kl * jax.lax.stop_gradient(to_ref), 0.0)
 
-    clipped = jnp.clip(ratio, coefs.ratio_low, coefs.ratio_high)
     whole = _of_sequences(log_ratio, mask, t.sequence)  # s, with the gradient of each token's own logp
-    whole_clipped = jnp.clip(whole, coefs.ratio_low, coefs.ratio_high)
-    from_sampler = jnp.where(is_kind["dro"], logp_BM - old_logp, 0.0)  # squared below, where inf * 0 is NaN for the other kinds
-    per_token = {
-        "cross_entropy": -logp_BM,
-        "reinforce": -advantage * logp_BM,
-        "importance_sampling": -gap * advantage * ratio,
-        "ppo": -gap * jnp.minimum(ratio * advantage, clipped * advantage),
-        "cispo": -gap * jax.lax.stop_gradient(clipped) * advantage * logp_BM,
-        "dpo": jnp.zeros_like(logp_BM),
-        "gspo": -gap * jnp.minimum(whole * advantage, whole_clipped * advantage),
-        "dro": -advantage * logp_BM + 0.5 * coefs.beta * from_sampler * from_sampler,
-    }
-    token_loss = jax.lax.select_n(coefs.kind, *(per_token[kind] for kind in KINDS))
-    token_loss = token_loss + jnp.where(uses_k3, coefs.kl * _k3(jnp.where(uses_k3, to_ref, 0.0)), 0.0)
     keep = jnp.where(is_sampled, inside, True)
+    tokens = Tokens(logp_BM, advantage, old_logp, first, ref_logp, ratio, whole, gap, mask, t.sequence, coefs)
+    per_token = [_applied(fn, tokens, live & keep & (coefs.kind == i)) for i, fn in enumerate((*BUILT_IN.values(), *custom))]
+    token_loss = jax.lax.select_n(coefs.kind, *per_token)
+    token_loss = token_loss + jnp.where(uses_k3, coefs.kl * _k3(jnp.where(uses_k3, to_ref, 0.0)), 0.0)
     loss = jnp.sum(t.weights * jnp.where(live & keep, token_loss, 0.0))
+    clipped, whole_clipped = _clipped(ratio, coefs), _clipped(whole, coefs)
     binds = (
         (is_kind["ppo"] & (ratio * advantage > clipped * advantage))
         | (is_kind["gspo"] & (whole * advantage > whole_clipped * advantage))
@@ -173,6 +333,16 @@ def policy_loss(logp_BM: jax.Array, targets: Targets, coefs: LossCoefs) -> tuple
         "rejected_sum": jnp.sum(jnp.where(t.pair_weights > 0, reward_Z2[:, 1], 0.0)),
         "preferred_sum": jnp.sum((t.pair_weights > 0) & (margin > 0)).astype(jnp.float32),
     }
+
+
+def _applied(fn: LossFn, t: Tokens, applies: jax.Array) -> jax.Array:
+    """A loss at the tokens that it applies to; numbers without a meaning elsewhere.
+
+    Other policies' tokens, and padding, enter it as constants: its derivative may be infinite at their values, and zero times
+    infinity would become their gradient.
+    """
+    logp, ratio, whole = (jnp.where(applies, x, safe) for x, safe in ((t.logp, -1.0), (t.ratio, 1.0), (t.sequence_ratio, 1.0)))
+    return fn(t._replace(logp=logp, ratio=ratio, sequence_ratio=whole)).astype(jnp.float32)
 
 
 def _of_sequences(log_ratio: jax.Array, mask: jax.Array, sequence: jax.Array) -> jax.Array:

@@ -27,7 +27,7 @@ from mint_jax.models.logprobs import target_logprobs
 from mint_jax.models.precision import as_stored
 from mint_jax.train import state as state_lib
 from mint_jax.train.batch import Batch
-from mint_jax.train.losses import LossCoefs, policy_loss
+from mint_jax.train.losses import LossCoefs, LossFn, policy_loss
 from mint_jax.train.state import SCHEDULES, Hyper, State
 
 Slots = dict[int, jax.Array]  # bucket rank -> [n] int32, distinct slots
@@ -85,10 +85,18 @@ def score_losses(
     return logp, jax.vmap(policy_loss)(logp, batch.loss, coefs)[0]
 
 
-@functools.partial(jax.jit, static_argnames=("cfg", "remat"), donate_argnames=("state",))
+@functools.partial(jax.jit, static_argnames=("cfg", "remat", "custom"), donate_argnames=("state",))
 @as_stored
 def forward_backward(
-    params: Any, state: State, batch: Batch, coefs: LossCoefs, slots: Slots, *, cfg: ModelConfig, remat: str = "none"
+    params: Any,
+    state: State,
+    batch: Batch,
+    coefs: LossCoefs,
+    slots: Slots,
+    *,
+    cfg: ModelConfig,
+    remat: str = "none",
+    custom: tuple[LossFn, ...] = (),
 ) -> tuple[State, jax.Array, dict[str, jax.Array]]:
     """Adds each policy's gradient to its sum.
 
@@ -100,6 +108,7 @@ def forward_backward(
         slots: which slot each policy is; one may stand several times, its gradients add up, and one beyond the last is padding, whose
             gradient is dropped.
         remat: a key of ``transformer.REMAT``.
+        custom: registered losses that ``coefs`` name.
 
     Returns:
         The state, logprobs ``[P, B, M]`` and metrics ``[P]``.
@@ -112,7 +121,7 @@ def forward_backward(
     def loss(taps):
         taps = lora_tree.constrain(taps, specs)  # and so are their gradients
         logp, missed = batch_logprobs(params, lora_tree.bind_layers(stacks, slots, taps, dtype=dtype), batch, cfg, remat)
-        losses, metrics = jax.vmap(policy_loss)(logp, batch.loss, coefs)
+        losses, metrics = jax.vmap(functools.partial(policy_loss, custom=custom))(logp, batch.loss, coefs)
         if missed is not None:
             is_target = jnp.any(batch.loss.weights.reshape(*missed.shape, -1) != 0, axis=-1)
             metrics["out_of_route_sum"] = jnp.sum(missed * is_target, axis=(1, 2))

@@ -11,9 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from mint_jax import multihost
+from mint_jax import params as params_lib
 from mint_jax.data.buckets import ShapeBook
 from mint_jax.errors import UserError, choice
 from mint_jax.lora import tree as lora_tree
@@ -21,10 +23,12 @@ from mint_jax.lora.tree import AdapterConfig, AdapterStack, Slot, Stacks
 from mint_jax.models import transformer
 from mint_jax.models.base import Base
 from mint_jax.models.config import ModelConfig
+from mint_jax.train import losses, one_slot
 from mint_jax.train import state as state_lib
 from mint_jax.train import step as step_lib
 from mint_jax.train.batch import Batch, Group, Place, TrainSequence, mask_unrouted, pack, padded_tokens
-from mint_jax.train.losses import KINDS, KL_KINDS, LossCoefs
+from mint_jax.train.held import Held
+from mint_jax.train.losses import KL_KINDS, LossCoefs, LossFn
 from mint_jax.train.state import Hyper, OptimizerConfig, State, TrainStack
 
 
@@ -33,7 +37,7 @@ class LossConfig:
     """One policy's loss; see ``losses`` for the formulas.
 
     Attributes:
-        kind: a name in ``losses.KINDS``.
+        kind: a name in ``losses.KINDS``, or that of a loss registered with ``mint_jax.register_loss``.
         clip_low, clip_high: how far below and above 1 the ratio of PPO, GSPO and CISPO may go. ``clip_low`` is by default 1, an
             open side, for CISPO and 0.2 for the others; 1 + ``clip_high`` and 1 - ``clip_low`` are the bounds.
         kl_kind, kl: KL to the reference.
@@ -59,11 +63,11 @@ class LossConfig:
     def __post_init__(self):
         if not self.reference:
             raise UserError("loss.reference is empty; expected 'start', 'base' or a revision's name")
-        if self.kind not in KINDS:
-            raise choice("loss", self.kind, KINDS)
+        if self.kind not in losses.known_kinds():
+            raise choice("loss", self.kind, losses.known_kinds())
         if self.kl_kind not in KL_KINDS:
             raise choice("kl_kind", self.kl_kind, KL_KINDS)
-        if self.kl_kind == "k1" and not self.samples:
+        if self.kl_kind == "k1" and "advantages" not in losses.needs(self.kind):
             raise UserError(f"kl_kind 'k1' adjusts advantages, which loss {self.kind!r} has none of: use 'k3' or 'none'")
 
     @property
@@ -71,21 +75,32 @@ class LossConfig:
         """``clip_low``, or that of the loss's paper."""
         return self.clip_low if self.clip_low is not None else 1.0 if self.kind == "cispo" else 0.2
 
-    def coefs(self) -> LossCoefs:
-        """This loss as numbers."""
+    def coefs(self, custom: tuple[LossFn, ...] = ()) -> LossCoefs:
+        """This loss as numbers, for a program that has these registered losses."""
         beta = self.dro_beta if self.kind == "dro" else self.dpo_beta
-        kinds = KINDS.index(self.kind), KL_KINDS.index(self.kl_kind)
+        kinds = losses.index_of(self.kind, custom), KL_KINDS.index(self.kl_kind)
         bounds = 1.0 - self.low, 1.0 + self.clip_high
         return LossCoefs(kinds[0], *bounds, kinds[1], self.kl, self.band_low, self.band_high, beta)  # type: ignore[arg-type]
 
     @property
+    def needs(self) -> frozenset[str]:
+        """What the loss needs of the data, among ``advantages``, ``old_logp``, ``ref_logp`` and ``pairs``."""
+        also = {"ref_logp"} if self.kl_kind != "none" and self.kl != 0.0 else set()
+        return losses.needs(self.kind) | also | ({"old_logp"} if self.is_banded else set())
+
+    @property
     def needs_reference(self) -> bool:
         """Whether a reference's logprobs enter the loss."""
-        return self.kind == "dpo" or (self.kl_kind != "none" and self.kl != 0.0)
+        return "ref_logp" in self.needs
+
+    @property
+    def is_banded(self) -> bool:
+        """Whether a band masks tokens."""
+        return self.samples and (self.band_low > 0 or self.band_high < float("inf"))
 
     @property
     def samples(self) -> bool:
-        """Whether targets were drawn by a sampler, whose logprobs they carry."""
+        """Whether later updates on the same tokens are measured against the first."""
         return self.kind not in ("cross_entropy", "dpo")
 
 
@@ -100,10 +115,10 @@ class PolicyConfig:
     seed: int = 0
 
 
-def stack_coefs(configs: Sequence[LossConfig]) -> LossCoefs:
+def stack_coefs(configs: Sequence[LossConfig], custom: tuple[LossFn, ...] = ()) -> LossCoefs:
     """``LossCoefs`` of ``[P]`` arrays."""
 
-    rows = [c.coefs() for c in configs]
+    rows = [c.coefs(custom) for c in configs]
     kinds = ("kind", "kl_kind")
     columns = (np.array([getattr(row, name) for row in rows], np.int32 if name in kinds else np.float32) for name in LossCoefs._fields)
     return LossCoefs(*columns)  # type: ignore[arg-type]
@@ -149,6 +164,13 @@ def _grown(larger: TrainStack, stack: TrainStack, cfg: ModelConfig) -> TrainStac
         return jax.lax.dynamic_update_slice(new, old, (0,) * new.ndim)
 
     return lora_tree.constrain(jax.tree_util.tree_map_with_path(put, larger), transformer.abstract(cfg))
+
+
+@functools.partial(jax.jit, static_argnames=("index", "cfg"))
+def _without(stack: TrainStack, index: int, cfg: ModelConfig) -> TrainStack:
+    """The stack without one slot."""
+    smaller = jax.tree.map(lambda x: jnp.delete(x, index, state_lib.slot_axis(x)), stack)
+    return lora_tree.constrain(smaller, transformer.abstract(cfg))
 
 
 class Trainer:
@@ -220,6 +242,72 @@ class Trainer:
             self.policies[policy.name] = policy
             self.slots = self._assign(policies)
             self._start(policy, np.uint32(policy.seed & 0xFFFFFFFF))
+
+    def leave(self, name: str) -> None:
+        """Takes a policy out of training and frees its slot; the others keep their state, those behind it in a slot one lower.
+
+        Raises:
+            UserError: an unknown policy.
+        """
+        self._order([name])
+        bucket, index = self.slots[name].bucket, self.slots[name].index
+        rest = [p for p in self.policies.values() if p.name != name]
+        state = dict(self.state)
+        with jax.set_mesh(self.base.mesh):
+            if any(p.adapter.bucket == bucket for p in rest):
+                state[bucket] = _without(state[bucket], index, cfg=self.base.cfg)
+            else:
+                del state[bucket]
+        self._state, self.policies = state, {p.name: p for p in rest}
+        self.slots = self._assign(rest)
+        del self.versions[name]
+        if self._references.pop(name, None) is not None:
+            self._resident = None
+
+    def held(self, name: str) -> Held:
+        """A copy of a policy's state on the host: adapter, moments, the gradients that have accumulated, counters."""
+        return one_slot.taken(self._one(name), self.policies[name].adapter, self.specs)
+
+    def restore(self, name: str, held: Held) -> None:
+        """Gives a policy the state that ``held`` returned, with the same bits.
+
+        Raises:
+            UserError: an unknown policy, or a state that does not fit its config.
+        """
+        self._order([name])
+        lora_tree.check_fits(held.adapter(), self.policies[name].adapter, self.specs, f"policy {name!r}")
+        self._put(name, one_slot.padded(held, self.state[self.slots[name].bucket]))
+
+    def gradient(self, name: str) -> Any:
+        """The gradients that have accumulated since a policy's last update, a tree like ``adapter``."""
+        held = one_slot.taken(self._one(name), self.policies[name].adapter, self.specs, ["grad"])
+        return params_lib.nest(dict(held.parts["grad"]))
+
+    def gradients(self, groups: Mapping[str, Sequence[Group]]) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
+        """The gradients of these groups alone, and their metrics, by policy; the state stays as it is."""
+        before = {name: self._one(name) for name in self._order(list(groups))}
+        try:
+            for name, one in before.items():
+                self._put(name, one._replace(grad=jax.tree.map(np.zeros_like, one.grad)))
+            totals = self.forward_backward(groups)
+            return {name: self.gradient(name) for name in before}, {name: summarise(totals[name]) for name in before}
+        finally:
+            versions = dict(self.versions)
+            for name, one in before.items():
+                self._put(name, one)
+            self.versions = versions
+
+    def _one(self, name: str) -> one_slot.OneSlot:
+        self._order([name])
+        at = self.slots[name]
+        with jax.set_mesh(self.base.mesh):
+            return multihost.whole(one_slot.read(self.state[at.bucket], np.int32(at.index)))
+
+    def _put(self, name: str, one: one_slot.OneSlot) -> None:
+        at = self.slots[name]
+        with jax.set_mesh(self.base.mesh):
+            self._state = {**self.state, at.bucket: one_slot.write(self.state[at.bucket], np.int32(at.index), one, cfg=self.base.cfg)}
+        self._renew([name])
 
     def _start(self, policy: PolicyConfig, weights: Any) -> None:
         """Puts a policy into its slot: an adapter, or a fresh one from a seed."""
@@ -336,6 +424,7 @@ class Trainer:
         for name in ordered:
             if not groups[name]:
                 raise UserError(f"policy {name!r} has no sequences to train on: leave it out of this update")
+            _check_needs(name, self.policies[name].loss, groups[name])
         totals: dict[str, dict[str, float]] = {n: {} for n in ordered}
         routed: dict[str, list[Group]] = {}
         for name in ordered:
@@ -347,11 +436,11 @@ class Trainer:
             if missing := {n: g for n, g in live.items() if self.policies[n].loss.needs_reference and _lacks_reference(g)}:
                 self._reference(missing, shapes)
             batch, places = self._pack(list(live.values()), shapes)
-            coefs = stack_coefs([self.policies[n].loss for n in names])
+            custom = losses.functions_of(self.policies[n].loss.kind for n in names)
+            coefs, slots = stack_coefs([self.policies[n].loss for n in names], custom), self._slot_arrays(names)
+            static: dict[str, Any] = {"cfg": self.base.cfg, "remat": self.remat, "custom": custom}
             with jax.set_mesh(self.base.mesh):
-                self._state, logp, metrics = step_lib.forward_backward(
-                    self.base.params, self.state, batch, coefs, self._slot_arrays(names), cfg=self.base.cfg, remat=self.remat
-                )
+                self._state, logp, metrics = step_lib.forward_backward(self.base.params, self.state, batch, coefs, slots, **static)
             sampled = any(self.policies[n].loss.samples for n in names)
             logp, metrics = multihost.to_host((logp if sampled else None, metrics))
             for (name, chunk_), where in zip(live.items(), places):
@@ -365,7 +454,7 @@ class Trainer:
         for name in ordered:  # masked sequences are copies
             for s, mine in zip(_sequences(groups[name]), _sequences(routed[name])):
                 s.ref_logp, s.first_logp = mine.ref_logp, mine.first_logp
-        return totals
+        return {name: _of_loss(totals[name], self.policies[name].loss, groups[name]) for name in ordered}
 
     def optim_step(self, names: Sequence[str]) -> dict[str, dict[str, float]]:
         """Applies the accumulated gradients of these policies."""
@@ -380,7 +469,7 @@ class Trainer:
         """One optimizer update of every named policy from its groups; mean metrics per policy."""
         totals = self.forward_backward(groups, shapes)
         steps = self.optim_step(list(groups))
-        return {name: summarise(totals[name], self.policies[name].loss) | steps[name] for name in groups}
+        return {name: summarise(totals[name]) | steps[name] for name in groups}
 
     def adapter(self, name: str) -> Any:
         """One policy's adapter on the host, at its true rank and targets."""
@@ -433,16 +522,50 @@ def _lacks_reference(groups: Sequence[Group]) -> bool:
     return any(s.ref_logp is None for g in groups for s in g.sequences)
 
 
-def summarise(totals: dict[str, float], loss: LossConfig) -> dict[str, float]:
-    """Sums over tokens and pairs -> means, of what this loss has: a sampler's logprobs, a reference, pairs."""
-    tokens, pairs = max(totals["tokens"], 1.0), max(totals["pairs"], 1.0)
-    means = ["logp", *(["kl"] if loss.needs_reference else []), *(["clipped", "masked", "gap"] if loss.samples else [])]
-    out = {"loss": totals["loss"], "tokens": totals["tokens"]} | {name: totals[f"{name}_sum"] / tokens for name in means}
-    out |= {"unrouted": totals["unrouted"]} if "unrouted" in totals else {}
-    if "out_of_route_sum" in totals:
-        out["out_of_route"] = totals["out_of_route_sum"] / tokens
-    if loss.samples:
-        out["max_gap"] = totals["max_gap"]
-    if totals["pairs"]:
-        out |= {name: totals[f"{name}_sum"] / pairs for name in ("margin", "preferred", "chosen", "rejected")}
+def _check_needs(name: str, loss: LossConfig, groups: Sequence[Group]) -> None:
+    """Refuses groups that lack what the loss is computed from: it would train nothing, or something else.
+
+    Raises:
+        UserError: naming what is missing.
+    """
+    what = {"advantages": "advantages", "old_logp": "old_logp, the sampler's log-probabilities"}
+    for field in sorted(loss.needs & set(what)):
+        for i, s in enumerate(_sequences(groups)):
+            if getattr(s, field) is None:
+                raise UserError(
+                    f"policy {name!r}: loss {loss.kind!r} needs {' and '.join(what[f] for f in sorted(loss.needs & set(what)))}, and "
+                    f"sequence {i} has no {field}: train on scored completions (mint_jax.groups makes groups of them), or give the "
+                    "policy loss 'cross_entropy' to learn from texts"
+                )
+    if "pairs" in loss.needs and not all(g.pair_weight for g in groups):
+        raise UserError(
+            f"policy {name!r}: loss {loss.kind!r} needs pairs of a chosen and a rejected answer, and a group has no pair_weight: give "
+            "rows with prompt, chosen and rejected, or the policy another loss"
+        )
+    if "pairs" not in loss.needs and any(g.pair_weight for g in groups):
+        raise UserError(f"policy {name!r}: loss {loss.kind!r} has no use for the pairs of these groups: give the policy loss 'dpo'")
+
+
+def _of_loss(totals: dict[str, float], loss: LossConfig, groups: Sequence[Group]) -> dict[str, float]:
+    """The metrics that mean something for a loss and its data."""
+    drawn = loss.samples and all(s.old_logp is not None for s in _sequences(groups))
+    means = {
+        "kl_sum": loss.needs_reference,
+        "clipped_sum": loss.kind in losses.CLIPPING,
+        "masked_sum": loss.is_banded,
+        "gap_sum": drawn,
+        "max_gap": drawn,
+    }
+    means |= dict.fromkeys(("pairs", "margin_sum", "chosen_sum", "rejected_sum", "preferred_sum"), "pairs" in loss.needs)
+    return {name: value for name, value in totals.items() if means.get(name, True)}
+
+
+def summarise(totals: dict[str, float]) -> dict[str, float]:
+    """Sums over tokens and pairs -> means."""
+    of_pairs, as_they_are = ("margin", "preferred", "chosen", "rejected"), ("loss", "tokens", "unrouted", "max_gap")
+    out = {name: totals[name] for name in as_they_are if name in totals}
+    for key, total in totals.items():
+        if key.endswith("_sum"):
+            name = key.removesuffix("_sum")
+            out[name] = total / max(totals["pairs" if name in of_pairs else "tokens"], 1.0)
     return out

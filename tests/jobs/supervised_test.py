@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
@@ -12,6 +13,7 @@ from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.errors import UserError
 from mint_jax.jobs import common, dpo, settings, sft, supervised
 from mint_jax.models import base as base_lib
+from mint_jax.train import losses
 from mint_jax.train.trainer import Trainer
 
 JOBS = {"sft": (sft, sft.SFT), "dpo": (dpo, dpo.DPO)}
@@ -25,6 +27,26 @@ def config_of(job: str, policy: dict | None = None) -> ConfigDict:
 @pytest.fixture(scope="module")
 def base():
     return base_lib.load("tiny-random", mesh.single_device_mesh())
+
+
+def test_a_registered_loss_is_one_of_the_jobs_that_can_feed_it(monkeypatch):
+    monkeypatch.setattr(losses, "_registered", {})
+    losses.register("focal", lambda t: -((1 - jnp.exp(t.logp)) ** 2) * t.logp)
+    losses.register("of_rewards", lambda t: -t.advantages * t.logp)
+    assert config_of("sft", {"loss": {"kind": "focal"}}).policies.a.loss.kind == "focal"
+    grpo = {"env": {"name": "digit_sum"}, "adapter": {"rank": 2}}
+
+    def of_rollouts(kind):
+        one = grpo | {"loss": {"kind": kind}}
+        return settings.complete(ConfigDict({"job": "grpo", "base": "tiny-random", "steps": 1, "policies": {"a": one}}))
+
+    assert of_rollouts("of_rewards").policies.a.loss.kind == "of_rewards"
+    for refused in (lambda: config_of("sft", {"loss": {"kind": "of_rewards"}}), lambda: config_of("dpo", {"loss": {"kind": "focal"}})):
+        with pytest.raises(UserError, match=r"but job (sft|dpo) minimises"):
+            refused()
+    for kind in ("focal", "cross_entropy", "dpo"):
+        with pytest.raises(UserError, match=f"loss.kind is '{kind}', which rewards do not enter"):
+            of_rollouts(kind)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from mint_jax.errors import UserError
+from mint_jax.train import losses
 from mint_jax.train.losses import KINDS, KL_KINDS, LossCoefs, Targets, policy_loss
 
 B, M, Z = 3, 7, 3  # Z pairs: sequences 0 to 5
@@ -245,3 +247,84 @@ def test_a_clip_counts_only_where_it_binds():
     assert policy_loss(logp, targets, open_below)[1]["clipped_sum"] == 2
     grad = jax.grad(lambda x: policy_loss(x, targets, open_below)[0])(logp)
     np.testing.assert_allclose(grad, -advantage * np.minimum(ratio, 1.6), rtol=1e-6)  # float32 rounding of exp(log)
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    monkeypatch.setattr(losses, "_registered", {})
+
+
+def tempered(t):
+    """A loss that no built-in one is: advantages squashed, a ratio to the sampler under a root."""
+    return -jnp.tanh(t.advantages) * jnp.sqrt(t.ratio * t.sampler_ratio) + 0.1 * (t.logp - t.ref_logp) ** 2
+
+
+def test_a_registered_loss_is_the_sum_of_weight_times_what_it_returns(rng, registered):
+    losses.register("tempered", tempered)
+    custom = losses.functions_of(["tempered", "ppo"])
+    assert custom == (tempered,)
+    assert losses.needs("tempered") == {"advantages", "old_logp", "ref_logp"}
+    c = coefs("ppo")._replace(kind=losses.index_of("tempered", custom))
+    logp, targets = draw(rng, 1)
+    t = jax.tree.map(lambda x: x[0], targets)
+    value, grad = jax.value_and_grad(lambda x: policy_loss(x, t, c, custom)[0])(logp[0])
+    x = torch.tensor(np.float64(logp[0]), requires_grad=True)
+    weights, advantages, old, ref, first = (
+        torch.tensor(np.float64(v)) for v in (t.weights, t.advantages, t.old_logp, t.ref_logp, t.first_logp)
+    )
+    first = torch.where(torch.isnan(first), x.detach(), first)
+    each = -torch.tanh(advantages) * torch.sqrt(torch.exp(x - first) * torch.exp(first - old)) + 0.1 * (x - ref) ** 2
+    loss = torch.where(weights != 0, weights * each, 0.0).sum()
+    loss.backward()
+    # float32: a log-ratio carries 1e-7 of a number up to about 10
+    np.testing.assert_allclose(value, float(loss.detach()), rtol=1e-5)
+    np.testing.assert_allclose(grad, x.grad.numpy(), rtol=2e-5, atol=2e-6)
+
+
+def test_a_registered_loss_with_infinite_derivatives_leaves_its_neighbours_bits(rng, registered):
+    losses.register("steep", lambda t: jnp.sqrt(t.logp + 1.0) / t.advantages)
+    custom = losses.functions_of(["steep"])
+    logp, targets = draw(rng, 3)
+    logp[:, 0] = -1.0  # where the root's derivative is infinite
+    targets = targets.replace(advantages=np.where(targets.weights == 0, 0.0, targets.advantages).astype(np.float32))
+    others = stack([coefs("ppo"), coefs("cross_entropy"), coefs("gspo")])
+    beside = others._replace(kind=np.array([others.kind[0], losses.index_of("steep", custom), others.kind[2]], np.int32))
+    run = jax.jit(jax.vmap(jax.value_and_grad(lambda *a: policy_loss(*a, custom)[0])))
+    (alone, alone_grads), (mixed, mixed_grads) = run(logp, targets, others), run(logp, targets, beside)
+    assert not np.isfinite(mixed_grads[1]).all(), "the loss is as steep as the test says"
+    for p in (0, 2):
+        np.testing.assert_array_equal(mixed[p], alone[p])
+        np.testing.assert_array_equal(mixed_grads[p], alone_grads[p])
+    targets.weights[1, 0] = 0.0
+    logp[1, 1:] = -0.5
+    _, grads = run(logp, targets, beside)
+    assert np.isfinite(grads[1]).all(), "padding is no token of the loss"
+
+
+@pytest.mark.parametrize(
+    ("name", "fn", "says"),
+    [
+        ("ppo", lambda t: t.logp, "'ppo' is built in"),
+        ("", lambda t: t.logp, "expected text of letters"),
+        (3, lambda t: t.logp, "name of a loss is 3"),
+        ("mine", "ppo", "'mine' is 'ppo'; expected a function"),
+        ("mine", lambda: 0.0, "raised TypeError"),
+        ("mine", lambda t: t.logits, "reads 'logits'; a loss is given logp, advantages"),
+        ("mine", lambda t: t.logp.sum(), r"returns float32 of shape \(\) .*leave the sum"),
+        ("mine", lambda t: None, "returns NoneType"),
+        ("mine", lambda t: t.sequence, "returns int32"),
+        ("mine", lambda t: t.logp if t.logp[0, 0] > 0 else t.ratio, "raised TracerBoolConversionError"),
+    ],
+)
+def test_a_function_that_is_no_loss_is_refused_when_it_is_registered(name, fn, says, registered):
+    with pytest.raises(UserError, match=says):
+        losses.register(name, fn)
+    assert losses.known_kinds() == KINDS
+
+
+def test_functions_without_a_name_get_one_each(registered):
+    first, second = (lambda t: -t.logp), (lambda t: -2 * t.logp)
+    names = [losses.name_of(fn) for fn in (first, second, first, tempered)]
+    assert names == ["loss", "loss_2", "loss", "tempered"]
+    losses.register("tempered", first)
+    assert losses.functions_of(["tempered"]) == (first,), "a cell that runs again replaces its function"

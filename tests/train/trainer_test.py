@@ -306,16 +306,55 @@ def test_a_clip_has_its_paper_s_lower_side(kind, low):
     assert stack_coefs([LossConfig(kind), LossConfig(kind, clip_low=0.25)]).ratio_low.tolist() == [np.float32(1 - low), 0.75]
 
 
-def test_means_are_reported_for_what_a_loss_has():
-    totals = {"loss": 3.0, "tokens": 4.0, "pairs": 2.0, "logp_sum": -8.0, "kl_sum": 1.0, "clipped_sum": 2.0, "masked_sum": 3.0}
-    totals |= {"gap_sum": 5.0, "max_gap": 4.5, "margin_sum": 7.0, "preferred_sum": 1.0, "chosen_sum": 5.0, "rejected_sum": -2.0}
-    shared = {"loss": 3.0, "tokens": 4.0, "logp": -2.0}
-    sampled = {"clipped": 0.5, "masked": 0.75, "gap": 1.25, "max_gap": 4.5}
-    alone = totals | {"pairs": 0.0}
-    assert summarise(alone, LossConfig("cross_entropy")) == shared
-    assert summarise(alone, LossConfig("ppo")) == shared | sampled
-    assert summarise(alone, LossConfig("ppo", kl_kind="k1", kl=0.1)) == shared | sampled | {"kl": 0.25}
-    assert summarise(totals, LossConfig("dpo")) == shared | {"kl": 0.25, "margin": 3.5, "preferred": 0.5, "chosen": 2.5, "rejected": -1.0}
+def test_sums_become_means_over_tokens_and_pairs():
+    totals = {"loss": 3.0, "tokens": 4.0, "logp_sum": -8.0, "clipped_sum": 2.0, "max_gap": 4.5}
+    assert summarise(totals) == {"loss": 3.0, "tokens": 4.0, "logp": -2.0, "clipped": 0.5, "max_gap": 4.5}
+    of_pairs = {"loss": 3.0, "tokens": 4.0, "pairs": 2.0, "margin_sum": 7.0, "preferred_sum": 1.0}
+    assert summarise(of_pairs) == {"loss": 3.0, "tokens": 4.0, "margin": 3.5, "preferred": 0.5}
+
+
+def test_only_metrics_that_mean_something_for_a_loss_are_reported(rng, tiny_base):
+    shared, drawn = {"loss", "tokens", "logp"}, {"gap", "max_gap"}
+    expected = {
+        LossConfig("cross_entropy"): shared,
+        LossConfig("cross_entropy", kl_kind="k3", kl=0.1): shared | {"kl"},
+        LossConfig("reinforce"): shared | drawn,
+        LossConfig("ppo"): shared | drawn | {"clipped"},
+        LossConfig("gspo", band_high=2.0): shared | drawn | {"clipped", "masked"},
+        LossConfig("dpo"): shared | {"kl", "margin", "preferred", "chosen", "rejected"},
+    }
+    configs = [dataclasses.replace(B, name=str(i), loss=loss) for i, loss in enumerate(expected)]
+    trainer, groups = Trainer(tiny_base(), configs), {c.name: [random_group(rng, 3, (3, 3))] for c in configs}
+    groups["5"][0].pair_weight = 1.0
+    metrics = trainer.update(groups)
+    for config in configs:
+        assert metrics[config.name].keys() - {"grad_norm", "learning_rate", "skipped"} == expected[config.loss], config.loss
+    without = random_group(rng, 3, (3, 3))
+    for sequence in without.sequences:
+        sequence.old_logp = None
+    found = trainer.update({"2": [without]})["2"].keys()
+    assert not found & drawn, "nobody knows the sampler's log-probabilities"
+
+
+@pytest.mark.parametrize(
+    ("loss", "lacking", "says"),
+    [
+        (LossConfig("ppo"), "advantages", "loss 'ppo' needs advantages and old_logp.*sequence 0 has no advantages.*cross_entropy"),
+        (LossConfig("ppo"), "old_logp", "sequence 0 has no old_logp"),
+        (LossConfig("reinforce"), "advantages", "loss 'reinforce' needs advantages, and"),
+        (LossConfig("reinforce", band_high=2.0), "old_logp", "sequence 0 has no old_logp"),
+        (LossConfig("dro"), "old_logp", "sequence 0 has no old_logp"),
+        (LossConfig("dpo"), "pair_weight", "loss 'dpo' needs pairs of a chosen and a rejected"),
+        (LossConfig("cross_entropy"), "", "has no use for the pairs"),
+    ],
+)
+def test_data_that_would_train_nothing_is_refused(loss, lacking, says, rng, tiny_base):
+    trainer, group = Trainer(tiny_base(), [dataclasses.replace(B, loss=loss)]), random_group(rng, 3, (3, 3))
+    group.pair_weight = 0.0 if lacking == "pair_weight" else float(loss.kind in ("dpo", "cross_entropy"))
+    if lacking in ("advantages", "old_logp"):
+        setattr(group.sequences[0], lacking, None)
+    with pytest.raises(UserError, match=says):
+        trainer.forward_backward({"b": [group]})
 
 
 def test_loss_configs_become_columns_of_numbers():
