@@ -7,7 +7,6 @@ group-normalised advantages (GRPO, arXiv 2402.03300). ``schedule`` says how step
 import contextlib
 import dataclasses
 import functools
-import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -35,7 +34,7 @@ from mint_jax.models import router
 from mint_jax.models.base import DTYPES, Base
 from mint_jax.residency.pool import Held
 from mint_jax.rollout.engine import Engine
-from mint_jax.rollout.request import Completion, Request
+from mint_jax.rollout.request import Completion, Request, check_ranges
 from mint_jax.train import advantages, schedule
 from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.trainer import Trainer
@@ -74,6 +73,7 @@ class Sampling:
     def __post_init__(self):
         if min(self.prompts, self.group_size, self.max_tokens, self.updates) < 1:
             raise UserError(f"{self}: prompts, group_size, max_tokens and updates must be at least 1")
+        check_ranges(self, "sampling.")
         advantages.group_advantages(np.zeros((1, self.group_size)), self.baseline)  # refuses now what it would refuse later
         advantages.token_weights([1], self.normalisation)
 
@@ -83,10 +83,10 @@ class Sampling:
         Raises:
             UserError: greedy rollouts, or filtered ones.
         """
-        if not (self.temperature > 0 and math.isfinite(self.temperature)):
+        if not 1e-30 <= self.temperature <= 1e30:
             raise UserError(
-                f"sampling.temperature is {self.temperature}; rollouts that train are drawn: set a number above 0 (0 is greedy, and has no "
-                "gradient)"
+                f"sampling.temperature is {self.temperature}; rollouts that train are drawn: set a "
+                "number above 0, 1e-30 to 1e30 (0 is greedy, and has no gradient)"
             )
         for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
             if getattr(self, name) != off:

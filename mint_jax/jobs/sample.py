@@ -27,7 +27,7 @@ from mint_jax.metrics import Progress
 from mint_jax.models.base import Base
 from mint_jax.residency.pool import Turn
 from mint_jax.rollout.engine import Engine
-from mint_jax.rollout.request import Completion, Request
+from mint_jax.rollout.request import Completion, Request, check_ranges
 
 SETTINGS = {  # per-line settings and their types
     "max_tokens": (int,),
@@ -100,6 +100,9 @@ class Sampling:
     n: Count = 1
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        check_ranges(self, "sampling.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import hashlib
-import math
+import numbers
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,18 @@ from mint_jax.rollout.device import ALTERNATIVES
 
 MAX_STOP_IDS = 64  # of a request, those of special tokens among its stop strings included
 MAX_BIASES = 300  # as many as OpenAI's API takes
+MAX_BIAS = 1e30  # times the largest repetition penalty, still far within float32
+# Least, most, whether the least is excluded. Within them neither a logit nor an inverse leaves
+# float32 (XLA divides by multiplying with the inverse, and takes one below 1.2e-38 for 0).
+RANGES = {
+    "temperature": (0, 1e30, False),
+    "top_k": (0, 2**31 - 1, False),
+    "top_p": (0, 1, True),
+    "min_p": (0, 1, False),
+    "repetition_penalty": (1e-6, 1e6, False),
+    "frequency_penalty": (-1e6, 1e6, False),
+    "presence_penalty": (-1e6, 1e6, False),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +37,8 @@ class Request:
         adapter: None samples the bare base, or what residency has of ``revision``.
         n: completions wanted.
         max_tokens: new tokens at most.
-        temperature, top_k, top_p, min_p: see ``SamplingParams``.
-        repetition_penalty, frequency_penalty, presence_penalty: see ``rollout.sample.Penalties``.
+        temperature, top_k, top_p, min_p: see ``SamplingParams``; within ``RANGES``.
+        repetition_penalty, frequency_penalty, presence_penalty: see ``rollout.sample.Penalties``; within ``RANGES``.
         logit_bias: (token id, what is added to its logit), each id once.
         top_logprobs: of how many of the likeliest tokens at each place the log-probabilities are wanted.
         prompt_logprobs: whether the log-probabilities of the prompt's own tokens are wanted.
@@ -145,12 +157,7 @@ def check(request: Request, base: Base, stacks: Stacks, can_decode: bool) -> Non
         raise UserError("a prompt has no tokens: give at least one (a bos token, say)")
     if request.max_tokens < 1 or request.n < 1:
         raise UserError(f"max_tokens is {request.max_tokens} and n is {request.n}; both must be at least 1")
-    ranges = request.temperature >= 0, 0 <= request.top_k < 2**31, 0 < request.top_p <= 1, 0 <= request.min_p <= 1
-    if not all(ranges):
-        raise UserError(
-            f"temperature {request.temperature}, top_k {request.top_k}, top_p {request.top_p}, min_p {request.min_p}: "
-            "expected temperature >= 0, top_k >= 0 (0: all), 0 < top_p <= 1, 0 <= min_p <= 1"
-        )
+    check_ranges(request)
     for name in ("top_logprobs", "top_prompt_logprobs", "prompt_alternatives"):
         if not 0 <= getattr(request, name) <= ALTERNATIVES:
             raise UserError(f"{name} is {getattr(request, name)}; expected 0 to {ALTERNATIVES}")
@@ -162,12 +169,6 @@ def check(request: Request, base: Base, stacks: Stacks, can_decode: bool) -> Non
     if min(request.prompt) < 0 or max(request.prompt) >= vocab:
         wrong = next(token for token in request.prompt if not 0 <= token < vocab)
         raise UserError(f"a prompt has token id {wrong}; this base has ids 0 to {vocab - 1}")
-    penalties = request.repetition_penalty, request.frequency_penalty, request.presence_penalty
-    if not (all(map(math.isfinite, penalties)) and request.repetition_penalty > 0):
-        raise UserError(
-            f"repetition_penalty {penalties[0]}, frequency_penalty {penalties[1]}, presence_penalty {penalties[2]}: expected finite "
-            "numbers, the first above 0 (1: none)"
-        )
     _check_biases(request.logit_bias, vocab)
     _check_targets(request, vocab)
     if not 0 <= request.seed < 2**32:
@@ -180,10 +181,31 @@ def check(request: Request, base: Base, stacks: Stacks, can_decode: bool) -> Non
         raise UserError(f"a request stops at {count} token ids; at most {MAX_STOP_IDS} are possible: give the rest as stop strings")
 
 
+def check_ranges(sampling: Any, prefix: str = "") -> None:
+    """Refuses settings outside ``RANGES``.
+
+    Args:
+        sampling: an object with some of these settings as attributes.
+        prefix: before the name of a setting in the error.
+
+    Raises:
+        UserError: with the setting's name, value and range.
+    """
+    for name, (least, most, above) in RANGES.items():
+        value = getattr(sampling, name, most)
+        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if not is_number or not least <= value <= most or (above and value == least):
+            says = f"expected {least:g} {'<' if above else '<='} {name} <= {most:g}"
+            raise UserError(f"{prefix}{name} is {value!r}; {says}")
+
+
 def _check_biases(biases: tuple[tuple[int, float], ...], vocab: int) -> None:
     for token, bias in biases:
-        if not (isinstance(token, int) and 0 <= token < vocab and math.isfinite(bias)):
-            raise UserError(f"logit_bias has {bias} for token {token!r}; expected a finite number for one of the ids 0 to {vocab - 1}")
+        if not (isinstance(token, int) and 0 <= token < vocab and abs(bias) <= MAX_BIAS):
+            raise UserError(
+                f"logit_bias has {bias} for token {token!r}; expected a finite number, at most {MAX_BIAS:g} in "
+                f"size (-{MAX_BIAS:g} bans a token), for one of the ids 0 to {vocab - 1}"
+            )
     if len({token for token, _ in biases}) < len(biases):
         raise UserError(f"logit_bias names a token twice: {biases}; give each id once")
     if len(biases) > MAX_BIASES:

@@ -184,7 +184,7 @@ def _settings(body: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
         "min_p": number(body, "min_p", 0.0, 0.0, 1.0),
         "presence_penalty": number(body, "presence_penalty", 0.0, -2.0, 2.0),
         "frequency_penalty": number(body, "frequency_penalty", 0.0, -2.0, 2.0),
-        "repetition_penalty": number(body, "repetition_penalty", 1.0, 0.0, above=True),
+        "repetition_penalty": number(body, "repetition_penalty", 1.0, 1e-6, 1e6),
         "logit_bias": _biases(body),
         "stop": fields.texts(body, "stop"),
         "stop_ids": tuple(dict.fromkeys((*ends, *stop_ids))),

@@ -181,7 +181,7 @@ def _sampling(context: int) -> Schema:
         "min_p": _number(0, 1),
         "presence_penalty": _number(-2, 2),
         "frequency_penalty": _number(-2, 2),
-        "repetition_penalty": _number(0, above=True),
+        "repetition_penalty": _number(1e-6, 1e6),
         "logit_bias": bias,
         "stop": {"anyOf": [NAME, _list(NAME)]},
         "stop_token_ids": _list(ID, 0, MAX_STOP_IDS // 2),

@@ -9,7 +9,6 @@ Axes: P policies, B rows of a policy, T tokens of a row, M target positions of a
 """
 
 import dataclasses
-import math
 from collections.abc import Iterable, Sequence
 
 import jax
@@ -174,8 +173,10 @@ def pack(
 def _check(group: Group, context: int | None, paired: bool) -> None:
     if not group.prefix:
         raise UserError("a group has an empty prefix: the first token needs one before it (a bos token, say)")
-    if not (group.temperature > 0 and math.isfinite(group.temperature)):
-        raise UserError(f"a group was drawn at temperature {group.temperature}; expected a number above 0: greedy tokens were not drawn")
+    if not 1e-30 <= group.temperature <= 1e30:  # its inverse is a factor in float32
+        raise UserError(
+            f"a group was drawn at temperature {group.temperature}; expected 1e-30 to 1e30: greedy tokens (temperature 0) were not drawn"
+        )
     if paired and len(group.sequences) != 2:
         raise UserError(
             f"a preference pair has {len(group.sequences)} sequences; expected 2, the chosen and the rejected answer, "

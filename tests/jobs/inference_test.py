@@ -264,8 +264,8 @@ def test_score_refuses(row, says, hf_dirs, tmp_path):
     ("row", "says"),
     [
         ({"temperature": "hot"}, "temperature is 'hot'; expected int or float"),
-        ({"temperature": -1}, "temperature >= 0"),
-        ({"top_p": 0.0}, "0 < top_p <= 1"),
+        ({"temperature": -1}, "in.jsonl:3: temperature is -1.*; expected 0 <= temperature"),
+        ({"top_p": 0.0}, r"top_p is 0.0; expected 0 < top_p <= 1"),
         ({"n": 0}, "at least 1"),
         ({"max_tokens": 500}, "in.jsonl:3: a prompt of 2 tokens and max_tokens 500 exceed the context of 256"),
         ({"stop": "."}, "in.jsonl:3: stop strings .* need a tokenizer"),

@@ -259,18 +259,27 @@ def test_no_requests(tiny_base):
         ({"stop_ids": ("6",)}, "stop_ids has '6'; expected token ids"),
         ({"seed": -1}, "seed is -1; expected 0 to 4294967295"),
         ({"seed": 2**32}, "seed is 4294967296; expected 0 to"),
-        ({"top_k": 2**40}, "top_k 1099511627776"),
-        ({"temperature": -1.0}, "temperature"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"top_p": 0.0}, "top_p"),
-        ({"top_p": -0.5}, "top_p"),
-        ({"min_p": 1.5}, "min_p"),
-        ({"top_k": -1}, "top_k"),
+        ({"top_k": 2**40}, "top_k is 1099511627776; expected 0 <= top_k"),
+        ({"temperature": -1.0}, "temperature is -1.0; expected 0 <= temperature"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": float("inf")}, "temperature is inf"),
+        ({"temperature": 1e31}, r"temperature is 1e\+31; expected 0 <= temperature <= 1e\+30"),
+        ({"temperature": "1"}, "temperature is '1'"),
+        ({"temperature": True}, "temperature is True"),
+        ({"top_p": 0.0}, "top_p is 0.0; expected 0 < top_p <= 1"),
+        ({"top_p": -0.5}, "top_p is -0.5"),
+        ({"top_p": 1.0000001}, "top_p is 1.0000001"),
+        ({"min_p": 1.5}, "min_p is 1.5; expected 0 <= min_p <= 1"),
+        ({"min_p": float("nan")}, "min_p is nan"),
+        ({"top_k": -1}, "top_k is -1"),
         ({"top_logprobs": 21}, "top_logprobs is 21; expected 0 to 20"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty 0.0"),
-        ({"presence_penalty": float("inf")}, "presence_penalty inf"),
-        ({"logit_bias": ((97, 1.0),)}, "logit_bias has 1.0 for token 97; expected a finite number for one of the ids 0 to 96"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0; expected 1e-06 <= repetition_penalty"),
+        ({"repetition_penalty": 1e7}, "repetition_penalty is 10000000.0"),
+        ({"presence_penalty": float("inf")}, "presence_penalty is inf"),
+        ({"frequency_penalty": 3e38}, r"frequency_penalty is 3e\+38"),
+        ({"logit_bias": ((97, 1.0),)}, "logit_bias has 1.0 for token 97; expected a finite number, .*for one of the ids 0 to 96"),
         ({"logit_bias": ((3, float("nan")),)}, "logit_bias has nan"),
+        ({"logit_bias": ((3, float("-inf")),)}, r"logit_bias has -inf .*-1e\+30 bans a token"),
         ({"logit_bias": ((3, 1.0), (3, 2.0))}, "names a token twice"),
     ],
 )
@@ -371,11 +380,45 @@ def test_a_row_with_penalties_changes_no_bit_of_its_neighbours(rng, tiny_base):
     """Not where they come to a batch that had none, and not where they are as large as floats go."""
     one, other = prompts(rng, (6, 6))
     quiet = [Request(one, max_tokens=NEW, seed=7), Request(other, max_tokens=NEW, seed=8)]
-    loud = [dataclasses.replace(quiet[0], frequency_penalty=3e38, logit_bias=((4, -3e38),)), quiet[1]]
+    loud = [dataclasses.replace(quiet[0], frequency_penalty=1e6, logit_bias=((4, -1e30),)), quiet[1]]
     engine = Engine(tiny_base())
     [_, [a]], [_, [b]] = engine.generate(quiet), engine.generate(loud)
     assert (a.tokens, a.logprobs, a.drawn_logprobs) == (b.tokens, b.logprobs, b.drawn_logprobs)
     assert a.drawn_logprobs == a.logprobs
+
+
+def test_no_settings_give_nan_or_a_token_that_they_exclude(rng, tiny_base):
+    """Settings at the ends of their ranges, in one batch: peaked ones draw what greedy decoding does."""
+    [prompt] = prompts(rng, [6])
+    peaked = [
+        {"temperature": 1e-45},
+        {"temperature": 1e-38},
+        {"temperature": 1e-30, "repetition_penalty": 1.0},
+        {"top_p": 5e-324},
+        {"top_p": 1e-40, "temperature": 1e30},
+        {"top_k": 1, "temperature": 1e30},
+        {"top_k": 1, "top_p": 1e-45, "min_p": 1e-45},
+        {"min_p": 1.0},
+    ]
+    loud = [
+        {"temperature": 1e30, "top_p": 1.0 - 1e-9},
+        {"repetition_penalty": 1e-6, "logit_bias": ((3, 1e30), (4, -1e30))},
+        {"repetition_penalty": 1e6, "frequency_penalty": 1e6, "presence_penalty": 1e6},
+        {"frequency_penalty": -1e6, "presence_penalty": -1e6, "temperature": 1e-38, "top_p": 1e-40},
+        {"logit_bias": tuple((i, -1e30) for i in range(97) if i != 50), "min_p": 1e-45},
+        {"logit_bias": tuple((i, 1e30) for i in range(97)), "top_k": 2**31 - 1, "repetition_penalty": 1e6},
+    ]
+    asked = [Request(prompt, max_tokens=NEW, seed=i, **fields) for i, fields in enumerate([{"temperature": 0}, *peaked, *loud])]
+    [[greedy], *rest] = Engine(tiny_base()).generate(asked)
+    for request, [c] in zip(asked[1:], rest, strict=True):
+        assert np.isfinite([*c.logprobs, *c.drawn_logprobs]).all(), request
+        assert max([*c.logprobs, *c.drawn_logprobs]) <= 1e-6, request
+    for fields, [c] in zip(peaked, rest):
+        assert c.tokens == greedy.tokens, fields
+    drawn = [c.tokens for [c] in rest[len(peaked) :]]
+    assert set(drawn[1]) == {3}
+    assert set(drawn[4]) == {50}
+    assert len(set(drawn[3])) == 1, "each token makes itself likelier"
 
 
 def test_what_was_drawn_has_the_probability_that_it_was_drawn_with(rng, tiny_base, hf_dirs):

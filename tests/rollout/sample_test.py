@@ -253,6 +253,95 @@ def mixed(rng):
     return (3 * rng.normal(size=(64, 300))).astype(np.float32), params(64, **settings), rng.integers(0, 1000, 64).astype(np.int32)
 
 
+EXTREMES = {
+    "temperature": [0.0, 1e-45, 1e-38, 1e-30, 1e-3, 0.5, 1.0, 1.0, 2.0, 1e3, 1e20, 1e30],
+    "top_k": [0, 0, 0, 1, 2, 7, 300, 2**31 - 1],
+    "top_p": [1.0, 1.0, 1.0, 5e-324, 1e-45, 1e-40, 1e-38, 1e-3, 0.5, 0.9, 1 - 2**-24],
+    "min_p": [0.0, 0.0, 1e-45, 1e-40, 1e-6, 0.3, 1.0],
+}
+CHANGED = {
+    "repetition": [1.0, 1.0, 1e-6, 0.5, 2.0, 1e6],
+    "frequency": [0.0, 0.0, -1e6, -2.0, 2.0, 1e6],
+    "presence": [0.0, 0.0, -1e6, -2.0, 2.0, 1e6],
+}
+BIASES = [0.0, 1.0, -100.0, 100.0, -1e4, 1e30, -1e30]
+
+
+def penalised_float64(z_V, penalties, tokens, prompt, drawn):
+    """The definition, and how large what it adds and subtracts is."""
+    z, again = np.float64(z_V), np.float64(penalties.repetition)
+    size = np.where(np.isfinite(z), np.abs(z), 0.0)
+    for i, bias in zip(penalties.bias_ids, np.float64(penalties.bias)):
+        if i >= 0:
+            z[i] += bias
+            size[i] += abs(bias)
+    count = np.bincount(tokens[drawn], minlength=len(z))
+    seen = np.unique(tokens[prompt | drawn])
+    z[seen] = np.where(z[seen] > 0, z[seen] / again, z[seen] * again)
+    size[seen] *= max(again, 1 / again)
+    once, twice = np.float64(penalties.frequency) * count, np.float64(penalties.presence) * (count > 0)
+    return z - once - twice, size + abs(once) + abs(twice)
+
+
+@functools.partial(jax.jit, static_argnames="kernel")
+def penalise_and_draw(z_BV, params, position, tokens, prompt, drawn, kernel):
+    def change(z_BV):
+        return sample_lib.penalised(z_BV, params.penalties, tokens, prompt, drawn)
+
+    changes = sample_lib.Changes(np.ones(len(z_BV), bool), change)
+    return change(z_BV), *sample_lib.sample(z_BV, params, position, changes, kernel=kernel)
+
+
+def extreme_rows(rng, rows, vocab, penalised):
+    """Logits with ties, with tokens far below, with one token left; settings anywhere in their ranges."""
+    z_BV = np.float32(rng.normal(size=(rows, vocab)) * rng.choice([1, 5, 1e3], (rows, 1)))
+    z_BV[::5] = np.round(z_BV[::5])
+    dead = rng.random((rows, vocab)) < rng.choice([0.0, 0.5, 1.0], (rows, 1))
+    dead[np.arange(rows), rng.integers(vocab, size=rows)] = False
+    z_BV[dead] = -np.inf
+    settings = {name: rng.choice(np.array(values), rows) for name, values in EXTREMES.items()}
+    plain = np.ones(rows), np.zeros(rows), np.zeros(rows)
+    changed = [rng.choice(values, rows) for values in CHANGED.values()] if penalised else plain
+    ids = np.argsort(rng.random((rows, vocab)))[:, :40].astype(np.int32)
+    ids[rng.random(rows) < (0.5 if penalised else 1.0)] = -1
+    penalties = sample_lib.Penalties(*map(np.float32, changed), ids, np.float32(rng.choice(BIASES, ids.shape)))
+    return z_BV, settings, penalties
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "xla"])
+def test_no_settings_give_nan_or_a_token_that_they_exclude(rng, kernel):
+    rows, vocab, checked = 256, 300, 0
+    prompt = np.arange(12) < np.full((rows, 1), 5)
+    for turn in range(8):
+        z_BV, settings, penalties = extreme_rows(rng, rows, vocab, penalised=turn % 2)
+        given = params(rows, seed=rng.integers(0, 2**32, rows, dtype=np.uint32), **settings)
+        tokens = rng.integers(vocab, size=prompt.shape).astype(np.int32)
+        given = given._replace(penalties=penalties)
+        got = penalise_and_draw(z_BV, given, np.int32(turn), tokens, prompt, ~prompt, kernel)
+        for b, (z_V, token, logprob, drawn_logprob) in enumerate(zip(*map(np.asarray, got))):
+            what = {name: column[b] for name, column in settings.items()}
+            assert np.isfinite([logprob, drawn_logprob]).all(), what
+            assert np.isfinite(z_BV[b, token]), (what, "a token without probability")
+            wanted, size = penalised_float64(z_BV[b], jax.tree.map(lambda x, b=b: x[b], penalties), tokens[b], prompt[b], ~prompt[b])
+            live = np.isfinite(wanted)
+            assert (np.isfinite(z_V) == live).all()
+            assert (np.abs(z_V[live] - wanted[live]) <= 4e-7 * size[live]).all()  # three roundings of float32
+            if what["temperature"] < 2**-126:
+                assert token == z_V.argmax(), what
+                continue
+            # Rounding may move a token across the edge of a filter: a token that was drawn passes looser ones.
+            loose = what | {"top_p": min(1.0, what["top_p"] * (1 + 1e-4) + 1e-6), "min_p": what["min_p"] * (1 - 1e-4)}
+            z_V = np.float64(z_V) - z_V.max()
+            with np.errstate(over="ignore"):
+                assert reference(z_V, **loose)[token] > 0, what
+                p_V = reference(z_V, **what)
+            if what["top_p"] == 1 and what["min_p"] == 0:
+                error = 1e-5 + 4e-7 * abs(z_V[token]) / what["temperature"]  # of the difference, in float32
+                np.testing.assert_allclose(drawn_logprob, np.log(p_V[token]), atol=error, err_msg=str(what))
+                checked += 1
+    assert checked > 100
+
+
 def test_a_row_draws_the_same_token_alone_and_in_any_batch(draw, rng, mixed):
     z_BV, settings, position_B = mixed
     tokens, logprobs, _ = map(np.asarray, draw(z_BV, settings, position_B))

@@ -255,7 +255,7 @@ def test_a_sample_sent_again_is_the_same(site):
     assert asked(site, "nobody:sample:0", 0, **small).status_code == 404
     failed = site.retrieve(asked(site, sampler, 1, sampling_params={"max_tokens": 3, "temperature": -1}).json()["request_id"]).json()
     assert failed["category"] == "user"
-    assert "expected temperature >= 0" in failed["error"]
+    assert "temperature is -1.0; expected 0 <= temperature" in failed["error"]
     assert httpx.get(f"{site.url}/api/v1/samplers/{sampler}").json()["base_model"] == site.server.name
 
 

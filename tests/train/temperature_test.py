@@ -148,6 +148,7 @@ def test_policies_of_one_pass_may_differ_in_temperature_and_so_does_their_refere
     [
         ({"temperature": 0.0}, "sampling.temperature is 0.0; .* set a number above 0"),
         ({"temperature": float("nan")}, "sampling.temperature is nan"),
+        ({"temperature": 1e-45}, "sampling.temperature is 1e-45; .* set a number above 0, 1e-30 to 1e30"),
         ({"top_k": 5}, "sampling.top_k is 5; .* leave top_k at 0"),
         ({"top_p": 0.9}, "sampling.top_p is 0.9; .* leave top_p at 1.0"),
         ({"min_p": 0.1}, "sampling.min_p is 0.1; .* leave min_p at 0.0"),
