@@ -32,6 +32,7 @@ def get_config() -> ConfigDict:
             "norm_topk_prob": True,
             "routed_scaling_factor": 1.0,
             "num_attention_heads": 4,
+            "num_key_value_heads": 4,
             "q_lora_rank": 48,
             "kv_lora_rank": 32,
             "qk_nope_head_dim": 16,

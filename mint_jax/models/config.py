@@ -7,6 +7,7 @@ name table of ``models/hf.py``.
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -201,95 +202,246 @@ class ModelConfig:
         return dataclasses.replace(self, **changes)
 
 
-def _rope_scaling(hf: dict[str, Any], context: int) -> RopeScaling | None:
-    raw = hf.get("rope_parameters") or hf.get("rope_scaling")
-    if not raw:
-        return None
+# Every field of config.json that is read -> its value where the file lacks it: the default of the transformers class.
+_GROUPED = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": None,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "rope_parameters": None,
+}
+_LATENT = _GROUPED | {
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "n_shared_experts": 1,
+    "n_routed_experts": 256,
+    "routed_scaling_factor": 2.5,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "qk_nope_head_dim": 128,
+    "n_group": 8,
+    "topk_group": 4,
+    "num_experts_per_tok": 8,
+    "first_k_dense_replace": 3,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 4096,
+}
+_INDEXED = _LATENT | {
+    "max_position_embeddings": 163840,
+    "mlp_layer_types": None,
+    "index_topk": 2048,
+    "index_head_dim": 128,
+    "index_n_heads": 64,
+}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": _GROUPED
+    | {
+        "vocab_size": 32000,
+        "intermediate_size": 11008,
+        "num_key_value_heads": None,
+        "max_position_embeddings": 2048,
+        "attention_bias": False,
+        "mlp_bias": False,
+    },
+    "qwen2": _GROUPED,
+    "qwen3": _GROUPED | {"head_dim": 128, "attention_bias": False},
+    "qwen3_moe": _GROUPED
+    | {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+        "attention_bias": False,
+    },
+    "deepseek_v3": _LATENT,
+    "deepseek_v32": _INDEXED,
+    "glm_moe_dsa": _INDEXED
+    | {
+        "vocab_size": 154880,
+        "hidden_size": 6144,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 78,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 64,
+        "q_lora_rank": 2048,
+        "v_head_dim": 256,
+        "qk_nope_head_dim": 192,
+        "n_group": 1,
+        "topk_group": 1,
+        "max_position_embeddings": 202752,
+        "rms_norm_eps": 1e-5,
+        "index_n_heads": 32,
+        "indexer_types": None,
+    },
+}
+_OFF, _ONE = (None, False), (None, 1)
+# Fields that change the forward pass, in the transformers class or in the code of a model's makers -> the values that
+# are computed here. Any other value is refused. Fields in neither table have no effect in the transformers class.
+ONLY: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "is_causal": (None, True),
+    "per_layer_config": (None,),
+    **dict.fromkeys(("use_sliding_window", "alibi", "use_bidirectional_attention"), _OFF),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "logits_soft_cap"), _OFF),
+    **dict.fromkeys(("attention_chunk_size", "query_pre_attn_scalar"), _OFF),
+    **dict.fromkeys(("no_rope_layers", "no_rope_layer_interval"), (None, [], 0)),
+    **dict.fromkeys(("embedding_multiplier", "attention_multiplier", "residual_multiplier"), _ONE),
+    **dict.fromkeys(("logits_scaling", "logit_scale", "scale_emb", "scale_depth"), _ONE),
+    "partial_rotary_factor": _ONE,
+}
+_LATENT_ONLY = {
+    "attention_bias": _OFF,
+    "mlp_bias": _OFF,
+    "moe_layer_freq": _ONE,
+    "scoring_func": (None, "sigmoid"),
+    "topk_method": (None, "noaux_tc"),
+    "sliding_window": _OFF,
+}
+FAMILY_ONLY: dict[str, dict[str, tuple[Any, ...]]] = {
+    "llama": {"sliding_window": _OFF},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": {"mlp_only_layers": (None, []), "decoder_sparse_step": (1,)},
+    "deepseek_v3": _LATENT_ONLY | {"rope_interleave": (True,)},
+    "deepseek_v32": _LATENT_ONLY | {"indexer_rope_interleave": _OFF},
+    "glm_moe_dsa": _LATENT_ONLY | {"indexer_rope_interleave": (None, True)},
+}
+_ROPE_NEEDS = {  # rope_type -> keys that its formula needs
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+
+
+def _rope(fields: dict[str, Any], context: int) -> tuple[float, RopeScaling | None]:
+    """Base and scaling of the rotary embedding, from any of the spellings that transformers 5 reads.
+
+    ``rope_scaling`` (old) replaces ``rope_parameters`` (new) where both are there; a ``rope_theta`` in the one that
+    counts goes before the one beside it; ``original_max_position_embeddings`` beside it goes before the one inside.
+    """
+    raw = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    if not isinstance(raw, dict) or any(isinstance(value, dict) for value in raw.values()):
+        raise UserError(
+            f"config.json: the rope parameters are {raw!r}; expected one object of numbers for all layers: "
+            "rotary embeddings that differ by layer are not supported"
+        )
+    theta = _number(float, {"rope_theta": fields.get("rope_theta", 10000.0)} | raw, "rope_theta")
     kind = raw.get("rope_type", raw.get("type", "default"))
+    if kind not in _ROPE_NEEDS:
+        raise UserError(
+            f"rope scaling {kind!r} is not supported; expected {', '.join(_ROPE_NEEDS)}: take a checkpoint of the model without it"
+        )
+    if raw.get("partial_rotary_factor") not in _ONE:
+        raise UserError(
+            f"config.json: partial_rotary_factor is {raw['partial_rotary_factor']!r}, which is not "
+            "supported: all dimensions of a head rotate"
+        )
+    if lacking := [key for key in _ROPE_NEEDS[kind] if key not in raw]:
+        raise UserError(f"config.json: rope scaling {kind!r} has no {lacking[0]}: fetch the file again")
     if kind == "default":
-        return None
-    if kind not in ("llama3", "yarn", "linear"):
-        raise UserError(f"rope scaling {kind!r} is not supported; expected default, linear, llama3 or yarn")
-    original = int(raw.get("original_max_position_embeddings") or context)
-    factor = raw.get("factor")
-    if factor is None and kind != "yarn":
-        raise UserError(f"rope scaling {kind!r} has no factor: config.json is damaged")
-    optional = {k: raw[k] for k in ("attention_factor", "mscale", "mscale_all_dim") if raw.get(k) is not None}
-    return RopeScaling(
-        kind=kind,
-        factor=float(factor) if factor is not None else context / original,
-        original_context=original,
-        low_freq_factor=float(raw.get("low_freq_factor", 1.0)),
-        high_freq_factor=float(raw.get("high_freq_factor", 4.0)),
-        beta_fast=float(raw.get("beta_fast") or 32.0),
-        beta_slow=float(raw.get("beta_slow") or 1.0),
-        truncate=bool(raw.get("truncate", True)),
-        **optional,
-    )
+        return theta, None
+    lengths = {"original_max_position_embeddings": context} | raw
+    if "original_max_position_embeddings" in fields:
+        lengths["original_max_position_embeddings"] = fields["original_max_position_embeddings"]
+    original = _number(int, lengths, "original_max_position_embeddings")
+    numbers = {
+        key: _number(float, raw, key)
+        for key in ("low_freq_factor", "high_freq_factor", "attention_factor", "mscale", "mscale_all_dim")
+        if raw.get(key) is not None
+    }
+    numbers |= {key: _number(float, raw, key) for key in ("beta_fast", "beta_slow") if raw.get(key)}
+    whole = kind == "yarn" and raw["factor"] is None  # then the lengths say it
+    factor = context / original if whole else _number(float, raw, "factor")
+    truncate = bool(raw.get("truncate", True))
+    return theta, RopeScaling(kind, factor, original, truncate=truncate, **numbers)
 
 
-def _number(cast: type, fields: dict[str, Any], name: str, default: Any = None) -> Any:
-    """A numeric field; absent ones take the default, or are missing where there is none."""
-    value = fields[name] if default is None else fields.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UserError(f"config.json: {name} is {value!r}; expected a number: take a complete checkpoint directory")
+def _number(cast: type, fields: dict[str, Any], name: str) -> Any:
+    """A numeric field."""
+    value = fields[name]
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or cast(value) != value:
+        wanted = "an integer" if cast is int else "a number"
+        raise UserError(f"config.json: {name} is {value!r}; expected {wanted}: take a complete checkpoint directory")
     return cast(value)
 
 
-def _decoder_fields(hf: dict[str, Any]) -> dict[str, Any]:
+def _decoder_fields(fields: dict[str, Any]) -> dict[str, Any]:
     """The fields that every supported family spells the same way."""
-    context = _number(int, hf, "max_position_embeddings", 8192)
-    width, heads = _number(int, hf, "hidden_size"), _number(int, hf, "num_attention_heads")
-    kv_heads = _number(int, {"num_key_value_heads": heads} | _present(hf), "num_key_value_heads")
+    context = _number(int, fields, "max_position_embeddings")
+    width, heads = _number(int, fields, "hidden_size"), _number(int, fields, "num_attention_heads")
+    if fields["num_key_value_heads"] is None:
+        fields = fields | {"num_key_value_heads": heads}
+    kv_heads = _number(int, fields, "num_key_value_heads")
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise UserError(f"num_attention_heads is {heads}, which num_key_value_heads {kv_heads} does not divide: config.json is damaged")
-    rope = hf.get("rope_parameters") or {}
+    if fields["head_dim"] is None:
+        fields = fields | {"head_dim": width // heads}
+    theta, scaling = _rope(fields, context)
     return {
-        "vocab_size": _number(int, hf, "vocab_size"),
+        "vocab_size": _number(int, fields, "vocab_size"),
         "d_model": width,
-        "num_layers": _number(int, hf, "num_hidden_layers"),
+        "num_layers": _number(int, fields, "num_hidden_layers"),
         "num_heads": heads,
         "num_kv_heads": kv_heads,
-        "head_dim": _number(int, {"head_dim": width // heads} | _present(hf), "head_dim"),
-        "d_ff": _number(int, hf, "intermediate_size"),
-        "rope_theta": _number(float, {"rope_theta": 10000.0} | _present(hf) | rope, "rope_theta"),
-        "rope_scaling": _rope_scaling(hf, context),
-        "norm_eps": _number(float, hf, "rms_norm_eps", 1e-6),
-        "tie_embeddings": bool(hf.get("tie_word_embeddings", False)),
+        "head_dim": _number(int, fields, "head_dim"),
+        "d_ff": _number(int, fields, "intermediate_size"),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "norm_eps": _number(float, fields, "rms_norm_eps"),
+        "tie_embeddings": bool(fields["tie_word_embeddings"]),
         "context": context,
     }
 
 
-def _present(fields: dict[str, Any]) -> dict[str, Any]:
-    """The fields that are not null."""
-    return {name: value for name, value in fields.items() if value is not None}
+def _one_of(given: dict[str, Any], fields: dict[str, Any], *names: str) -> int:
+    """A number that has several names; the default is that of the first."""
+    found = {name: given[name] for name in names if given.get(name) is not None}
+    if len(set(map(repr, found.values()))) > 1:
+        raise UserError(f"config.json gives one number under several names, and they differ: {found}")
+    return _number(int, {names[0]: next(iter(found.values()), fields[names[0]])}, names[0])
 
 
-def _llama(hf: dict[str, Any]) -> ModelConfig:
-    bias = bool(hf.get("attention_bias", False))
-    return ModelConfig("llama", **_decoder_fields(hf), qkv_bias=bias, o_bias=bias, mlp_bias=bool(hf.get("mlp_bias", False)))
+def _llama(given: dict[str, Any], fields: dict[str, Any]) -> ModelConfig:
+    bias = bool(fields["attention_bias"])
+    return ModelConfig("llama", **_decoder_fields(fields), qkv_bias=bias, o_bias=bias, mlp_bias=bool(fields["mlp_bias"]))
 
 
-def _qwen2(hf: dict[str, Any]) -> ModelConfig:
-    return ModelConfig("qwen2", **_decoder_fields(hf), qkv_bias=True)
+def _qwen2(given: dict[str, Any], fields: dict[str, Any]) -> ModelConfig:
+    return ModelConfig("qwen2", **_decoder_fields(fields), qkv_bias=True)
 
 
-def _qwen3(hf: dict[str, Any]) -> ModelConfig:
-    bias = bool(hf.get("attention_bias", False))
-    return ModelConfig("qwen3", **_decoder_fields(hf), qkv_bias=bias, o_bias=bias, qk_norm=True)
+def _qwen3(given: dict[str, Any], fields: dict[str, Any]) -> ModelConfig:
+    bias = bool(fields["attention_bias"])
+    return ModelConfig("qwen3", **_decoder_fields(fields), qkv_bias=bias, o_bias=bias, qk_norm=True)
 
 
-def _qwen3_moe(hf: dict[str, Any]) -> ModelConfig:
-    if hf.get("mlp_only_layers") or hf.get("decoder_sparse_step", 1) != 1:
-        raise UserError("Qwen3-MoE with mlp_only_layers or decoder_sparse_step != 1 is not supported: every layer needs experts")
-    bias = bool(hf.get("attention_bias", False))
+def _qwen3_moe(given: dict[str, Any], fields: dict[str, Any]) -> ModelConfig:
     experts = Experts(
-        count=_number(int, {"num_experts": hf.get("num_local_experts")} | _present(hf), "num_experts"),
-        per_token=_number(int, hf, "num_experts_per_tok"),
-        width=_number(int, hf, "moe_intermediate_size"),
-        normalise=bool(hf.get("norm_topk_prob", False)),
+        count=_one_of(given, fields, "num_experts", "num_local_experts"),
+        per_token=_number(int, fields, "num_experts_per_tok"),
+        width=_number(int, fields, "moe_intermediate_size"),
+        normalise=bool(fields["norm_topk_prob"]),
     )
-    return ModelConfig("qwen3_moe", **_decoder_fields(hf), qkv_bias=bias, o_bias=bias, qk_norm=True, experts=_checked(experts))
+    cfg = _qwen3(given, fields)
+    return cfg.replace(family="qwen3_moe", experts=_checked(experts))
 
 
 def _checked(experts: Experts) -> Experts:
@@ -303,101 +455,123 @@ def _checked(experts: Experts) -> Experts:
     return experts
 
 
-def _deepseek(family: str, hf: dict[str, Any]) -> ModelConfig:
+def _deepseek(given: dict[str, Any], fields: dict[str, Any], family: str, *more_names: str) -> ModelConfig:
     """DeepSeek-V3 and its kin (Kimi-K2, Moonlight): latent attention, sigmoid routing, shared experts, dense first layers."""
-    fields = _decoder_fields({**hf, "head_dim": None})
-    if hf.get("moe_layer_freq", 1) != 1:
-        raise UserError(f"moe_layer_freq is {hf['moe_layer_freq']}; only 1 is supported: every layer after the dense prefix has experts")
-    if not hf.get("rope_interleave", True):
-        raise UserError("rope_interleave is false, which is not supported: rotary pairs must be neighbours")
-    if hf.get("attention_bias"):
-        raise UserError("attention_bias is true, which latent attention does not support here")
+    if fields["n_shared_experts"] is None:
+        fields = fields | {"n_shared_experts": 0}
     experts = Experts(
-        count=_number(int, {"n_routed_experts": hf.get("num_local_experts")} | _present(hf), "n_routed_experts"),
-        per_token=_number(int, hf, "num_experts_per_tok"),
-        width=_number(int, hf, "moe_intermediate_size"),
-        shared=_number(int, {"n_shared_experts": 0} | _present(hf), "n_shared_experts"),
+        count=_one_of(given, fields, "n_routed_experts", "num_local_experts", *more_names),
+        per_token=_number(int, fields, "num_experts_per_tok"),
+        width=_number(int, fields, "moe_intermediate_size"),
+        shared=_number(int, fields, "n_shared_experts"),
         scores="sigmoid",
-        normalise=bool(hf.get("norm_topk_prob", True)),
-        scale=_number(float, hf, "routed_scaling_factor", 1.0),
-        groups=_number(int, {"n_group": 1} | _present(hf), "n_group"),
-        groups_chosen=_number(int, {"topk_group": 1} | _present(hf), "topk_group"),
+        normalise=bool(fields["norm_topk_prob"]),
+        scale=_number(float, fields, "routed_scaling_factor"),
+        groups=_number(int, fields, "n_group"),
+        groups_chosen=_number(int, fields, "topk_group"),
     )
     latent = Latent(
-        q_latent=_number(int, {"q_lora_rank": 0} | _present(hf), "q_lora_rank"),
-        kv_latent=_number(int, hf, "kv_lora_rank"),
-        nope=_number(int, hf, "qk_nope_head_dim"),
-        rope=_number(int, hf, "qk_rope_head_dim"),
-        value=_number(int, hf, "v_head_dim"),
+        q_latent=0 if fields["q_lora_rank"] is None else _number(int, fields, "q_lora_rank"),
+        kv_latent=_number(int, fields, "kv_lora_rank"),
+        nope=_number(int, fields, "qk_nope_head_dim"),
+        rope=_number(int, fields, "qk_rope_head_dim"),
+        value=_number(int, fields, "v_head_dim"),
     )
-    fields["head_dim"] = latent.nope + latent.rope
-    types = hf.get("mlp_layer_types")
-    dense = types.count("dense") if types else _number(int, hf, "first_k_dense_replace", 0)
-    if types and types != ["dense"] * dense + ["sparse"] * (len(types) - dense):
-        raise UserError("mlp_layer_types mixes dense and sparse layers; only a dense prefix is supported")
-    return ModelConfig(family, **fields, experts=_checked(experts), dense_layers=min(dense, fields["num_layers"]), latent=latent)
+    decoder = _decoder_fields(fields | {"head_dim": latent.nope + latent.rope})
+    types = fields.get("mlp_layer_types")
+    dense = types.count("dense") if types else _number(int, fields, "first_k_dense_replace")
+    if types and types != ["dense"] * dense + ["sparse"] * (decoder["num_layers"] - dense):
+        raise UserError(
+            f"mlp_layer_types is {types}; expected {decoder['num_layers']} entries, 'dense' and then 'sparse': "
+            "only a dense prefix is supported"
+        )
+    dense = min(dense, decoder["num_layers"])
+    return ModelConfig(family, **decoder, experts=_checked(experts), dense_layers=dense, latent=latent)
 
 
-def _deepseek_v3(hf: dict[str, Any]) -> ModelConfig:
-    return _deepseek("deepseek_v3", hf)
+def _deepseek_v3(given: dict[str, Any], fields: dict[str, Any]) -> ModelConfig:
+    if (head := fields["head_dim"]) is not None and head != fields["qk_rope_head_dim"]:
+        raise UserError(f"config.json: head_dim is {head}; expected none, or qk_rope_head_dim, which is {fields['qk_rope_head_dim']}")
+    return _deepseek(given, fields, "deepseek_v3")
 
 
-def _with_indexer(cfg: ModelConfig, hf: dict[str, Any], interleaved: bool, full: tuple[bool, ...]) -> ModelConfig:
+def _with_indexer(cfg: ModelConfig, fields: dict[str, Any], interleaved: bool, full: tuple[bool, ...]) -> ModelConfig:
     if not cfg.latent or not cfg.latent.q_latent:
         raise UserError("q_lora_rank is null: the indexer reads the query's latent, which this checkpoint does not have")
     if len(full) != cfg.num_layers or not full[0]:
         raise UserError(f"indexer_types has {len(full)} entries for {cfg.num_layers} layers, of which the first must be 'full'")
-    width = _number(int, hf, "index_head_dim")
-    return cfg.replace(indexer=Indexer(_number(int, hf, "index_n_heads"), width, _number(int, hf, "index_topk"), interleaved, full))
+    heads, width = (_number(int, fields, name) for name in ("index_n_heads", "index_head_dim"))
+    return cfg.replace(indexer=Indexer(heads, width, _number(int, fields, "index_topk"), interleaved, full))
 
 
-def _deepseek_v32(hf: dict[str, Any]) -> ModelConfig:
-    cfg = _deepseek("deepseek_v32", hf)
-    return _with_indexer(cfg, hf, False, (True,) * cfg.num_layers)
+def _deepseek_v32(given: dict[str, Any], fields: dict[str, Any]) -> ModelConfig:
+    cfg = _deepseek(given, fields, "deepseek_v32", "num_experts")
+    return _with_indexer(cfg, fields, False, (True,) * cfg.num_layers)
 
 
-def _glm_moe_dsa(hf: dict[str, Any]) -> ModelConfig:
-    cfg = _deepseek("glm_moe_dsa", hf)
-    types = hf.get("indexer_types")
-    if types is None and (pattern := hf.get("index_topk_pattern")) is not None:
+def _glm_moe_dsa(given: dict[str, Any], fields: dict[str, Any]) -> ModelConfig:
+    cfg = _deepseek(given, fields, "glm_moe_dsa", "num_experts")
+    types = fields["indexer_types"]
+    if types is None and (pattern := given.get("index_topk_pattern")) is not None:
         types = [{"F": "full", "S": "shared"}.get(c, c) for c in pattern]
     if types is None:
-        every, offset = max(hf.get("index_topk_freq", 1), 1), hf.get("index_skip_topk_offset", 2)
+        every = max(_number(int, {"index_topk_freq": 1} | given, "index_topk_freq"), 1)
+        offset = _number(int, {"index_skip_topk_offset": 2} | given, "index_skip_topk_offset")
         types = ["full" if max(i - offset + 1, 0) % every == 0 else "shared" for i in range(cfg.num_layers)]
-    return _with_indexer(cfg, hf, True, tuple(kind == "full" for kind in types))
+    if unknown := sorted(set(map(str, types)) - {"full", "shared"}):
+        raise UserError(f"indexer_types has {unknown[0]!r}; expected 'full' or 'shared' for each layer")
+    return _with_indexer(cfg, fields, True, tuple(kind == "full" for kind in types))
 
 
-FAMILIES = {  # `architectures` entry of config.json -> mapping
-    "LlamaForCausalLM": _llama,
-    "Qwen2ForCausalLM": _qwen2,
-    "Qwen3ForCausalLM": _qwen3,
-    "Qwen3MoeForCausalLM": _qwen3_moe,
-    "DeepseekV3ForCausalLM": _deepseek_v3,  # also Kimi-K2 and Moonlight
-    "DeepseekV32ForCausalLM": _deepseek_v32,
-    "GlmMoeDsaForCausalLM": _glm_moe_dsa,
+FAMILIES: dict[str, tuple[str, Callable[..., ModelConfig]]] = {  # `architectures` entry -> model_type and mapping
+    "LlamaForCausalLM": ("llama", _llama),
+    "Qwen2ForCausalLM": ("qwen2", _qwen2),
+    "Qwen3ForCausalLM": ("qwen3", _qwen3),
+    "Qwen3MoeForCausalLM": ("qwen3_moe", _qwen3_moe),
+    "DeepseekV3ForCausalLM": ("deepseek_v3", _deepseek_v3),  # also Kimi-K2 and Moonlight
+    "DeepseekV32ForCausalLM": ("deepseek_v32", _deepseek_v32),
+    "GlmMoeDsaForCausalLM": ("glm_moe_dsa", _glm_moe_dsa),
 }
 
 
-def from_hf(hf: dict[str, Any]) -> ModelConfig:
+def from_hf(given: dict[str, Any]) -> ModelConfig:
     """``ModelConfig`` from the contents of a ``config.json``.
 
+    A field that is absent has the default of its transformers class (``DEFAULTS``). A field that would change the
+    forward pass in a way that is not implemented is refused (``ONLY``); all others have no effect.
+
     Raises:
-        UserError: an architecture, activation or attention option that is not implemented, or a missing field.
+        UserError: an architecture, an activation, a rotary embedding or an attention option that is not implemented.
     """
-    names = hf.get("architectures") or ["(none)"]
-    if names[0] not in FAMILIES:
-        raise UserError(f"architectures is {names!r}; supported: {', '.join(FAMILIES)}")
-    if quantised := hf.get("quantization_config"):
+    names = given.get("architectures") or [name for name, (kind, _) in FAMILIES.items() if kind == given.get("model_type")]
+    if not names or names[0] not in FAMILIES:
+        raise UserError(f"architectures is {names or ['(none)']!r}; supported: {', '.join(FAMILIES)}")
+    family, mapping = FAMILIES[names[0]]
+    if given.get("model_type") in set(DEFAULTS) - {family}:
+        raise UserError(
+            f"config.json: architectures is {names!r} but model_type is {given['model_type']!r}; transformers "
+            "goes by model_type: correct the one that is wrong"
+        )
+    if quantised := given.get("quantization_config") or given.get("compression_config"):
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
-        raise UserError(f"the checkpoint is quantised (quant_method {method!r}), which is not read: take the unquantised checkpoint")
-    if hf.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise UserError(f"hidden_act is {hf['hidden_act']!r}; only silu is supported")
-    if hf.get("use_sliding_window") or not set(hf.get("layer_types") or ()) <= {"full_attention", "indexed_attention"}:
-        raise UserError("sliding-window attention is not supported: use_sliding_window must be false and all layer_types full_attention")
-    try:
-        return FAMILIES[names[0]](hf)
-    except KeyError as missing:
-        raise UserError(f"config.json of {names[0]} lacks the field {missing}: take a complete checkpoint directory") from None
+        raise UserError(
+            f"the checkpoint is quantised (quant_method {method!r}), which is not read: take the unquantised "
+            "checkpoint, or write one with transformers (from_pretrained, dequantize, save_pretrained)"
+        )
+    for field, values in (ONLY | FAMILY_ONLY[family]).items():
+        if field in given and not any(given[field] == value for value in values):
+            raise UserError(
+                f"config.json: {field} is {given[field]!r}; only {' or '.join(map(repr, values))} is supported "
+                f"in {names[0]}: take another checkpoint, or remove the field if the model was trained without it"
+            )
+    if not set(given.get("layer_types") or ()) <= {"full_attention", "indexed_attention"}:
+        raise UserError(
+            f"config.json: layer_types is {given['layer_types']!r}; only full_attention is supported: sliding-window attention is not"
+        )
+    cfg = mapping(given, DEFAULTS[family] | given)
+    if cfg.rope_dim % 2:
+        raise UserError(f"config.json: {cfg.rope_dim} dimensions of a head rotate; expected an even number")
+    return cfg
 
 
 def read_config(directory: str | Path) -> ModelConfig:

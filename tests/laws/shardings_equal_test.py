@@ -53,6 +53,9 @@ LATENT = DENSE | {
     "qk_nope_head_dim": 12,
     "qk_rope_head_dim": 8,
     "v_head_dim": 10,
+    "head_dim": 8,  # of the rotary part
+    "n_group": 1,
+    "topk_group": 1,
 }
 INDEXED = LATENT | {
     "architectures": ["GlmMoeDsaForCausalLM"],
