@@ -40,6 +40,7 @@ from mint_jax.rollout import request as requests_
 from mint_jax.rollout.answers import completion
 from mint_jax.rollout.cache import Cache, Kept
 from mint_jax.rollout.calls import Calls, Obeys
+from mint_jax.rollout.detokenize import context_of, text_behind
 from mint_jax.rollout.device import STEPS
 from mint_jax.rollout.grammar import Grammars
 from mint_jax.rollout.pages import Pages, pages_for, require_fit
@@ -475,7 +476,7 @@ class Engine:
             sample.matcher = self._grammars.matcher(job.prompt.request)
             if job.prompt.request.stop:
                 assert self.decode is not None, "checked at the door"
-                sample.stops = Stops(self.decode, job.prompt.request.stop)
+                sample.stops = Stops(self.decode, job.prompt.request.stop, job.prompt.request.prompt)
 
     def _turn(self) -> bool:
         """One turn of the loop; whether anything was done."""
@@ -609,7 +610,7 @@ class Engine:
         self._take_out(sample)
         sample.finish = why
         if self.decode is not None and sample.text is None:
-            sample.text = self.decode(sample.tokens)
+            sample.text = text_behind(self.decode, context_of(self.decode, job.prompt.request.prompt), sample.tokens)
         if all(s.finish is not None for s in job.samples):
             self.counts["reused_tokens"] += job.prompt.reused or 0
             if self._thread is not None and isinstance(job.prompt.key[1], tuple):

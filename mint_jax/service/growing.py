@@ -1,101 +1,160 @@
-"""The text of tokens: as they come, and of each for itself."""
+"""The text of a completion as it is told, and the text of each token."""
 
+import bisect
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Sequence
 from typing import Any
 
 from mint_jax.data.tokenizer import Tokenizer
+from mint_jax.rollout.detokenize import Decode, Detokenizer, text_behind
 from mint_jax.rollout.stops import Stops
 
-HALF = "\N{REPLACEMENT CHARACTER}"  # what decoding tells half a character as
-
-
-class Growing:
-    """One completion's text while it grows. What was told is never taken back: neither half a character is told, nor what may turn
-    out to be the beginning of a stop string.
-
-    All that was told is the completion's whole text. (A byte-fallback tokenizer tells all bytes in a row as unknown where the last are
-    half a character: of a completion that is cut off there, earlier characters of that row were told as they are.)
-
-    Args:
-        decode: text of token ids.
-        stop: strings that end it.
-        marker: text that is kept for ``end`` from there on; empty: all of it.
-    """
-
-    def __init__(self, decode: Callable[[list[int]], str], stop: Sequence[str] = (), marker: str | None = None):
-        self._decode, self._marker = decode, marker
-        self._stops = Stops(decode, stop) if stop else None
-        self._withheld = tuple(stop) if not marker else (*stop, marker)
-        self.tokens: list[int] = []  # those that count: none behind the one that completes a stop string
-        self._text, self._told = "", 0  # what is settled and not told yet, and how many characters were told
-        self._from, self._to = 0, 0  # the tokens that were new when text was last settled
-
-    def add(self, tokens: Sequence[int]) -> tuple[int, str]:
-        """How many of these tokens count, and the text that can now be told."""
-        before = len(self.tokens)
-        self.tokens += tokens
-        if self._stops is not None:
-            end, text = self._stops.look(self.tokens)
-            if end is not None:
-                assert text is not None
-                del self.tokens[end:]
-                self._text = text[self._told :]
-                return end - before, self._tell(self._limit())
-        known = self._decode(self.tokens[self._from : self._to])
-        new = self._decode(self.tokens[self._from :])[len(known) :]
-        if new and not new.endswith(HALF):
-            self._text, self._from, self._to = self._text + new, self._to, len(self.tokens)
-        return len(tokens), self._tell(min(self._limit(), len(self._text) - self._open()))
-
-    def end(self, text: str) -> str:
-        """What was not told yet of the whole text."""
-        self._text = text[self._told :]
-        return self._tell(len(self._text))
-
-    def _tell(self, count: int) -> str:
-        told, self._text = self._text[:count], self._text[count:]
-        self._told += count
-        return told
-
-    def _limit(self) -> int:
-        """Characters before the marker."""
-        found = -1 if self._marker is None else self._text.find(self._marker)
-        return len(self._text) if found < 0 else found
-
-    def _open(self) -> int:
-        """Characters at the end that may begin something that is withheld."""
-        longest = max(map(len, self._withheld), default=1) - 1
-        for count in range(min(longest, len(self._text)), 0, -1):
-            tail = self._text[-count:]
-            if any(text.startswith(tail) for text in self._withheld):
-                return count
-        return 0
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class TokenTexts:
-    """The bytes of each token id, which may be half a character."""
+    """The bytes of each token id, which may be part of a character."""
 
     def __init__(self, tokenizer: Tokenizer):
         source = json.loads(tokenizer.sources[0])
         vocab: Any = source["model"]["vocab"]
-        pieces = vocab.items() if isinstance(vocab, dict) else ((entry[0], i) for i, entry in enumerate(vocab))
-        read = _byte_level if "ByteLevel" in json.dumps(source["decoder"]) else _by_word
-        self._bytes: dict[int, bytes] = {i: read(piece) for piece, i in pieces}
-        self._bytes |= {token["id"]: token["content"].encode() for token in source["added_tokens"]}
+        self._pieces: dict[int, str] = (
+            {i: piece for piece, i in vocab.items()} if isinstance(vocab, dict) else {i: entry[0] for i, entry in enumerate(vocab)}
+        )
+        self._bytes: dict[int, bytes] = {token["id"]: token["content"].encode() for token in source["added_tokens"]}
+        self._is_byte_level = "ByteLevel" in json.dumps(source.get("decoder"))
+        self._decode, self._before = tokenizer.decode, tokenizer.encode("a", special=False)[-1:]
         self.special = set(tokenizer.special_ids.values())
 
     def bytes_of(self, token: int) -> bytes:
-        """Empty for an id that the tokenizer does not have."""
-        return self._bytes.get(token, b"")
+        """Returns a token's bytes behind other text; empty for an id that the tokenizer does not have."""
+        if token not in self._bytes:
+            piece = self._pieces.get(token)
+            if piece is None:
+                return b""
+            if self._is_byte_level:
+                data = b"".join(bytes((_ALPHABET[char],)) if char in _ALPHABET else char.encode() for char in piece)
+            elif (byte := _BYTE.fullmatch(piece)) is not None:
+                data = bytes.fromhex(byte[1])
+            else:
+                data = text_behind(self._decode, self._before, [token]).encode()
+            self._bytes[token] = data
+        return self._bytes[token]
 
     def text_of(self, token: int) -> str:
-        """Its text; ``bytes:\\xe6\\x97`` for what is no whole character, as OpenAI's completions tell it."""
+        """Returns a token's text; ``bytes:\\xe6\\x97`` for part of a character, as OpenAI's completions write it."""
         data = self.bytes_of(token)
         try:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+class Places:
+    """Where tokens stand in a text, in characters.
+
+    Args:
+        shown: special tokens are part of the text, as they are of a prompt's.
+
+    Attributes:
+        begins: the place of each token's first character; of the rest of a split character, the place behind it.
+        chars: the character that each token's first byte belongs to.
+    """
+
+    def __init__(self, texts: TokenTexts, shown: bool = False):
+        self._texts, self._shown, self._next = texts, shown, 0
+        self.begins: list[int] = []
+        self.chars: list[int] = []
+
+    def add(self, tokens: Sequence[int], text: str) -> None:
+        """Places further tokens.
+
+        Args:
+            text: all of the text that is known, which tells the blanks and special tokens that it has.
+        """
+        for token in tokens:
+            data = self._texts.bytes_of(token)
+            if token in self._texts.special and not (self._shown and data.decode() in text[self._next : self._next + len(data) + 1]):
+                data = b""
+            part = data.decode(errors="replace")
+            if not text.startswith(part, self._next):  # blanks come and go at the beginning of words
+                if text.startswith(" " + part, self._next):
+                    self._next += 1
+                elif part.startswith(" ") and text.startswith(part[1:], self._next):
+                    data = data[1:]
+            self.begins.append(self._next)
+            self.chars.append(self._next - (not _begins_character(data[:1])))
+            self._next += sum(_begins_character(data[i : i + 1]) for i in range(len(data)))
+
+    def within(self, length: int) -> int:
+        """Returns how many of the tokens belong to the text's first ``length`` characters."""
+        return bisect.bisect_left(self.chars, length)
+
+
+def _begins_character(byte: bytes) -> bool:
+    return not byte or byte[0] & 0xC0 != 0x80
+
+
+class Growing:
+    """One completion's text while it grows. Text that was told is never taken back: neither part of a character is told, nor
+    text that may turn out to be the beginning of a stop string.
+
+    All text that was told is the completion's whole text. (A byte-fallback tokenizer decodes all bytes of a run as unknown if the last
+    ones are part of a character: of a completion that is cut off there, earlier characters of the run were told as they are.)
+
+    Args:
+        decode: text of token ids.
+        texts: of each token.
+        prompt: token ids that the completion continues.
+        stop: strings that end it.
+        marker: text that is kept for ``end`` from there on; empty: all of it.
+    """
+
+    def __init__(self, decode: Decode, texts: TokenTexts, prompt: Sequence[int] = (), stop: Sequence[str] = (), marker: str | None = None):
+        self._decode, self._marker = decode, marker
+        self._stops = Stops(decode, stop, prompt) if stop else None
+        self._detokenizer = self._stops.detokenizer if self._stops is not None else Detokenizer(decode, prompt)
+        self._withheld = tuple(stop) if not marker else (*stop, marker)
+        self._ended: str | None = None  # the text before a stop string
+        self.tokens: list[int] = []  # without those behind the one that completes a stop string
+        self.places = Places(texts)
+        self.told, self.tokens_told = "", 0
+
+    def add(self, tokens: Sequence[int]) -> tuple[int, str]:
+        """Returns how many further tokens, and which further text, can now be told."""
+        self.tokens += tokens
+        if self._stops is not None:
+            end, self._ended = self._stops.look(self.tokens)
+            if end is not None:
+                del self.tokens[end:]
+        else:
+            self._detokenizer.settle(self.tokens, self._detokenizer.added(self.tokens))
+        known = self._detokenizer.text if self._ended is None else self._ended
+        settled = len(self.tokens) if self._ended is not None else self._detokenizer.count
+        self.places.add(self.tokens[len(self.places.begins) : settled], known)
+        found = -1 if self._marker is None else known.find(self._marker, len(self.told))
+        limit = len(known) if found < 0 else found
+        return self._tell(known[: limit if self._ended is not None else min(limit, len(known) - self._open(known))])
+
+    def end(self, text: str) -> str:
+        """Returns what was not told yet of the whole text."""
+        if not text.startswith(self.told):  # see the class; the bytes behind what was told are unknown
+            text = self.told + self._decode(self.tokens[self._detokenizer.count :])
+        return self._tell(text)[1]
+
+    def _tell(self, text: str) -> tuple[int, str]:
+        new, count = text[len(self.told) :], self.places.within(len(text)) - self.tokens_told
+        self.told, self.tokens_told = self.told + new, self.tokens_told + max(0, count)
+        return max(0, count), new
+
+    def _open(self, known: str) -> int:
+        """Returns how many characters at the end may begin something that is withheld."""
+        untold = len(known) - len(self.told)
+        for count in range(min(max(map(len, self._withheld), default=1) - 1, untold), 0, -1):
+            if any(text.startswith(known[-count:]) for text in self._withheld):
+                return count
+        return 0
 
 
 def _unicode_of_bytes() -> dict[str, int]:
@@ -106,14 +165,3 @@ def _unicode_of_bytes() -> dict[str, int]:
 
 
 _ALPHABET = _unicode_of_bytes()
-
-
-def _byte_level(piece: str) -> bytes:
-    return b"".join(bytes((_ALPHABET[char],)) if char in _ALPHABET else char.encode() for char in piece)
-
-
-def _by_word(piece: str) -> bytes:
-    """SentencePiece's: a low line for a blank, and single bytes by their number."""
-    if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
-        return bytes.fromhex(piece[3:5])
-    return piece.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode()

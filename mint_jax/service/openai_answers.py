@@ -8,21 +8,31 @@ from typing import Any
 
 from mint_jax.rollout.request import Completion
 from mint_jax.rollout.stream import Piece
-from mint_jax.service.growing import Growing, TokenTexts
+from mint_jax.service.growing import Growing, Places, TokenTexts
 from mint_jax.service.openai_types import Asked, Prompt
 from mint_jax.service.weights import Model
 
 FINISH = {"cancelled": "abort"}  # vLLM's word; no word of OpenAI's fits
 
 
+Entry = tuple[int, float | None, Sequence[tuple[int, float]]]  # a token, its log-probability, the likeliest tokens of its place
+
+
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Some of a completion, or all of it: its text, its tokens, and for each of these its log-probability and the likeliest ones."""
+    """A part of a completion, or all of it.
+
+    Attributes:
+        text: decoded text.
+        tokens: their ids.
+        entries: of the tokens that ``logprobs`` names, see ``Answer._named``.
+        begins: the place of each entry in the completion's text, in characters.
+    """
 
     text: str
     tokens: Sequence[int]
-    logprobs: Sequence[float]
-    top: Sequence[Sequence[tuple[int, float]]] | None = None
+    entries: Sequence[Entry] = ()
+    begins: Sequence[int] = ()
 
 
 class Answer:
@@ -37,9 +47,12 @@ class Answer:
         self.id = f"{'chatcmpl' if asked.chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._created = int(time.time())
         marker = None if asked.tools is None else asked.tools.marker
-        count = asked.request.n * len(asked.prompts)
-        self._growing = [Growing(decode, asked.request.stop, marker) for _ in range(count)] if asked.stream else []
-        self._offsets = [0] * count  # characters told, of each choice
+        self._growing = [
+            Growing(decode, texts, prompt.tokens, asked.request.stop, marker)
+            for prompt in asked.prompts
+            for _ in range(asked.request.n if asked.stream else 0)
+        ]
+        self._drawn: list[list[Entry]] = [[] for _ in self._growing]
         self._begun: set[int] = set()
 
     # -- all at once
@@ -65,11 +78,24 @@ class Answer:
             for i, done in enumerate(some):
                 yield k * self.asked.request.n + i, prompt, done
 
-    def _part(self, done: Completion) -> Part:
+    def _part(self, done: Completion, told: int = 0) -> Part:
+        """All of a completion but the tokens of it that were told before."""
         if self.asked.silent:
-            return Part("", [], [], None)
+            return Part("", [])
         assert done.text is not None, "the engine has a tokenizer"
-        return Part(done.text, done.tokens, done.logprobs, done.top_logprobs)
+        places = Places(self._texts)
+        places.add(done.tokens, done.text)
+        named = slice(told, self._named(done, places))
+        return Part(done.text, done.tokens[told:], _entries(done.tokens, done.logprobs, done.top_logprobs)[named], places.begins[named])
+
+    def _named(self, done: Completion, places: Places) -> int:
+        """Returns how many of a completion's tokens ``logprobs`` names.
+
+        As in OpenAI's API they end where the text ends: an end token, or tokens of a stop string, are not among them. Callers that
+        score tokens, who ask for ``echo`` or for ids, get every token.
+        """
+        scores = self.asked.echo or self.asked.token_ids or self.asked.as_ids
+        return len(done.tokens) if scores or done.finish != "stop" else places.within(len(done.text or ""))
 
     # -- as it comes
 
@@ -80,16 +106,18 @@ class Answer:
             return []
         for number, piece in pieces:
             index = number * self.asked.request.n + piece.sample
-            count, text = self._growing[index].add(piece.tokens)
-            before = came.get(index, Part("", [], []))
+            growing, drawn, before = self._growing[index], self._drawn[index], came.get(index, Part("", []))
+            drawn += _entries(piece.tokens, piece.logprobs, piece.top)
+            count, text = growing.add(piece.tokens)
+            told = slice(growing.tokens_told - count, growing.tokens_told)
             came[index] = Part(
                 before.text + text,
-                [*before.tokens, *piece.tokens[:count]],
-                [*before.logprobs, *piece.logprobs[:count]],
-                None if piece.top is None else [*(before.top or []), *piece.top[:count]],
+                [*before.tokens, *growing.tokens[told]],
+                [*before.entries, *drawn[told]],
+                [*before.begins, *growing.places.begins[told]],
             )
-        told = self.asked.logprobs or self.asked.token_ids
-        return [chunk for index, part in came.items() if part.text or (told and part.tokens) for chunk in self._chunks(index, part)]
+        wanted = self.asked.logprobs or self.asked.token_ids
+        return [chunk for index, part in came.items() if part.text or (wanted and part.tokens) for chunk in self._chunks(index, part)]
 
     def last_chunks(self, number: int, results: Sequence[Completion]) -> list[dict[str, Any]]:
         """The last chunks of a prompt's choices."""
@@ -102,10 +130,9 @@ class Answer:
                 content, calls = self._calls(index, done) if self.asked.chat else (part.text, [])
                 part = dataclasses.replace(part, text=content)
             else:
+                growing = self._growing[index]
                 content, calls = self._calls(index, done) if self.asked.chat else (done.text or "", [])
-                rest = slice(len(self._growing[index].tokens), None)
-                top = None if done.top_logprobs is None else done.top_logprobs[rest]
-                part = Part(self._growing[index].end(content), done.tokens[rest], done.logprobs[rest], top)
+                part = dataclasses.replace(self._part(done, growing.tokens_told), text=growing.end(content))
             out += self._chunks(index, part, done, calls)
         return out
 
@@ -147,27 +174,24 @@ class Answer:
         if asked.token_ids:
             choice["token_ids"] = list(part.tokens)
         if asked.chat:
-            told = [self._token(*entry) for entry in self._entries(part)]
+            told = [self._token(*entry) for entry in part.entries]
             return choice | {"logprobs": {"content": told} if asked.logprobs else None}
         if first:
             choice |= self._of_prompt(prompt, done)
-        echoed = prompt.text if asked.echo and first else ""
-        choice["text"] = echoed + part.text
+        choice["text"] = (prompt.text if asked.echo and first else "") + part.text
         choice["logprobs"] = None
         if asked.logprobs:
-            entries = self._entries(part)
-            if echoed or (asked.echo and first):
-                assert done is not None, "what is told of prompts comes with the whole completion"
+            entries, begins = part.entries, part.begins
+            if asked.echo:
+                assert done is not None, "log-probabilities of prompts come with the whole completion"
+                places = Places(self._texts, shown=True)
+                places.add(prompt.tokens, prompt.text)
                 entries = [*self._prompt_entries(prompt, done), *entries]
-            choice["logprobs"] = self._table(index, choice["text"], entries)
+                begins = [*places.begins, *(len(prompt.text) + begin for begin in begins)]
+            choice["logprobs"] = self._table(entries, begins)
         return choice
 
-    def _entries(self, part: Part) -> list[tuple[int, float | None, Sequence[tuple[int, float]]]]:
-        """(token, its log-probability, the likeliest in its place)."""
-        top = part.top or [[]] * len(part.tokens)
-        return list(zip(part.tokens, part.logprobs, top, strict=True))
-
-    def _prompt_entries(self, prompt: Prompt, done: Completion) -> list[tuple[int, float | None, Sequence[tuple[int, float]]]]:
+    def _prompt_entries(self, prompt: Prompt, done: Completion) -> list[Entry]:
         logprobs, top = done.prompt_logprobs or [], done.top_prompt_logprobs or [[]] * (len(prompt.tokens) - 1)
         k = self.asked.request.top_logprobs
         rest = ((token, p, some[:k]) for token, p, some in zip(prompt.tokens[1:], logprobs, top, strict=True))
@@ -176,21 +200,14 @@ class Answer:
     def _name(self, token: int) -> str:
         return f"token_id:{token}" if self.asked.as_ids else self._texts.text_of(token)
 
-    def _table(self, index: int, text: str, entries: Sequence[Any]) -> dict[str, Any]:
-        """Log-probabilities as completions tell them; a special token takes place in the text only where the text has it."""
-        begin, offsets, place = self._offsets[index], [], 0
-        for token, _, _ in entries:
-            offsets.append(begin + place)
-            data = self._texts.bytes_of(token)
-            if token not in self._texts.special or text.startswith(data.decode(), place):
-                place += sum(byte & 0xC0 != 0x80 for byte in data)  # characters that begin in it
-        self._offsets[index] = begin + place
+    def _table(self, entries: Sequence[Entry], begins: Sequence[int]) -> dict[str, Any]:
+        """Log-probabilities as completions have them."""
         top = [None if p is None else self._likeliest(token, p, some) for token, p, some in entries]
         return {
             "tokens": [self._name(token) for token, _, _ in entries],
             "token_logprobs": [p for _, p, _ in entries],
             "top_logprobs": top if self.asked.request.top_logprobs else None,
-            "text_offset": offsets,
+            "text_offset": list(begins),
         }
 
     def _likeliest(self, token: int, logprob: float, some: Sequence[tuple[int, float]]) -> dict[str, float]:
@@ -241,3 +258,7 @@ class Answer:
         reused = sum(some[0].reused for some in results)
         details = {"cached_tokens": reused}
         return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn, "prompt_tokens_details": details}
+
+
+def _entries(tokens: Sequence[int], logprobs: Sequence[float], top: Sequence[Sequence[tuple[int, float]]] | None) -> list[Entry]:
+    return list(zip(tokens, logprobs, [[]] * len(tokens) if top is None else top, strict=True))

@@ -174,13 +174,18 @@ def decode(ids) -> str:
     return b"".join(PIECES[i % len(PIECES)] for i in ids).decode(errors="replace")
 
 
-def wanted_cut(tokens, stops) -> tuple[list[int], str, str]:
-    """The first prefix of the tokens whose text has a stop string, and the text before it."""
+def wanted_cut(tokens, stops, prompt=()) -> tuple[list[int], str, str]:
+    """The first prefix of the tokens whose text behind the prompt has a stop string, and the text before it."""
+
+    def text_of(n):
+        known, whole = decode(prompt), decode([*prompt, *tokens[:n]])
+        return whole[next((i for i, pair in enumerate(zip(known, whole)) if len(set(pair)) > 1), len(known)) :]
+
     for n in range(1, len(tokens) + 1):
-        text = decode(tokens[:n])
+        text = text_of(n)
         if found := [text.find(s) for s in stops if s in text]:
             return tokens[:n], text[: min(found)], "stop"
-    return tokens, decode(tokens), "length"
+    return tokens, text_of(len(tokens)), "length"
 
 
 @pytest.mark.parametrize(
@@ -201,8 +206,8 @@ def test_stop_strings_end_a_completion_with_the_token_that_completes_them(rng, t
     requests = [Request(p, max_tokens=40, temperature=3.0, seed=int(rng.integers(2**31))) for p in prompts(rng, (7, 12, 3, 5))]
     free = [c.tokens for [c] in engine.generate(requests)]
     results = engine.generate([dataclasses.replace(r, stop=stops) for r in requests])
-    for tokens, [c] in zip(free, results, strict=True):
-        wanted, text, finish = wanted_cut(tokens, stops)
+    for tokens, request, [c] in zip(free, requests, results, strict=True):
+        wanted, text, finish = wanted_cut(tokens, stops, request.prompt)
         assert (c.tokens, c.text, c.finish) == (wanted, text, finish)
         assert len(c.logprobs) == len(wanted)
 

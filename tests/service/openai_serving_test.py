@@ -128,6 +128,9 @@ def test_a_stream_is_the_same_as_an_answer(world, client, how):
         assert (one.text, one.finish) == (choice.text, choice.finish_reason)
         assert one.revision == world.digests["chat@2"]
         if choice.logprobs is not None:
+            if "echo" not in asked:
+                assert all(begin < max(1, len(choice.text)) for begin in choice.logprobs.text_offset), "they end where the text does"
+                assert "".join(choice.logprobs.tokens).startswith(choice.text) or "bytes:" in str(choice.logprobs.tokens)
             assert one.logprobs == choice.logprobs.token_logprobs
             assert one.offsets == choice.logprobs.text_offset
             assert one.top == (choice.logprobs.top_logprobs or [])
@@ -197,6 +200,23 @@ def test_offsets_are_where_tokens_begin(world, client):
     for token, begin in zip(choice.logprobs.tokens, choice.logprobs.text_offset, strict=True):
         if not token.startswith("bytes:"):
             assert choice.text.startswith(token, begin) or token == "<|endoftext|>"
+
+
+def test_log_probabilities_end_where_the_text_ends(world, client):
+    """An end token and a stop string have no entries; those who score tokens, with echo or ids, get all of them."""
+    forced = {"model": "chat", "prompt": TEXT, "temperature": 0, "max_tokens": 8, "logprobs": 1}
+    by_id = {**forced, "logit_bias": {"2": 100}}
+    by_text = {**forced, "logit_bias": LETTERS, "stop": ["a", "b", "c"]}
+    for asked in (by_id, by_text):
+        found = client.completions.create(**asked).choices[0]
+        assert (found.finish_reason, found.text, len(found.logprobs.tokens)) == ("stop", "", 0)
+        found = client.completions.create(**asked, extra_body={"return_token_ids": True}).choices[0]
+        assert len(found.logprobs.tokens) == len(found.token_ids) == 1
+        echoed = client.completions.create(**asked, echo=True).choices[0].logprobs
+        assert len(echoed.tokens) == len(world.base.tokenizer.encode(TEXT)) + 1
+    asked = {"model": "chat", "messages": MESSAGES, "max_tokens": 8, "logprobs": True, "temperature": 0, "logit_bias": {"2": 100}}
+    [choice] = client.chat.completions.create(**asked).choices
+    assert (choice.finish_reason, choice.message.content, choice.logprobs.content) == ("stop", "", [])
 
 
 def test_vllms_fields(world, client):

@@ -1,0 +1,149 @@
+"""Text of completions is what transformers decodes prompt and completion together to, without the prompt's text."""
+
+import json
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as FastTokenizer
+from transformers import PreTrainedTokenizerFast
+
+from mint_jax.data.tokenizer import Tokenizer
+from mint_jax.rollout.detokenize import HALF, Detokenizer, context_of, text_behind
+from mint_jax.rollout.stops import Stops
+
+TEXTS = ["The capital of France is Paris, and the sky is blue.", "two plus two is four; it's été 日本 now", "say a colour"]
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+KINDS = ("byte_level", "llama", "metaspace", "unigram", "word_piece")
+
+
+def made(kind: str) -> FastTokenizer:
+    """A tiny tokenizer of a kind, trained on ``TEXTS``."""
+    special = ["<unk>", "<s>", "</s>"]
+    if kind == "byte_level":
+        fast = FastTokenizer(models.BPE())
+        fast.pre_tokenizer, fast.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        fast.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=330, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()))
+    elif kind == "word_piece":
+        fast = FastTokenizer(models.WordPiece(unk_token="<unk>"))
+        fast.pre_tokenizer, fast.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece(cleanup=True)
+        fast.train_from_iterator(TEXTS, trainers.WordPieceTrainer(vocab_size=120, special_tokens=special))
+    elif kind == "unigram":
+        fast = FastTokenizer(models.Unigram())
+        fast.pre_tokenizer, fast.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+        fast.train_from_iterator(TEXTS, trainers.UnigramTrainer(vocab_size=90, special_tokens=special, unk_token="<unk>"))
+    else:
+        fast = FastTokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+        fast.pre_tokenizer = pre_tokenizers.Metaspace()
+        letters = [text.replace("é", "").replace("日本", "") for text in TEXTS]
+        fast.train_from_iterator(letters, trainers.BpeTrainer(vocab_size=330, special_tokens=special + BYTES))
+        if kind == "metaspace":
+            fast.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+            source = json.loads(fast.to_str())
+        else:
+            fast.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+            strip = decoders.Strip(" ", 1, 0)
+            fast.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
+            source = json.loads(fast.to_str()) | {"pre_tokenizer": None}
+        source["added_tokens"] = [token for token in source["added_tokens"] if token["content"] in special]  # bytes are none
+        fast = FastTokenizer.from_str(json.dumps(source))
+        fast.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", fast.token_to_id("<s>"))])
+    fast.add_special_tokens([AddedToken("<|end|>", special=True, normalized=False)])
+    return fast
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def pair(request, tmp_path_factory):
+    """A tokenizer of ours, and transformers' of the same file."""
+    folder = tmp_path_factory.mktemp(request.param)
+    made(request.param).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|end|>"}))
+    return Tokenizer(folder), PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+
+
+def wanted(theirs, prompt, tokens):
+    """The oracle: None where the prompt's text is not the beginning of the whole, as after half a character."""
+
+    def decoded(ids):
+        return theirs.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    known, whole = decoded(prompt), decoded([*prompt, *tokens])
+    return whole[len(known) :] if whole.startswith(known) else None
+
+
+def draw(rng, tokenizer, longest):
+    """Random tokens, some of them of a text, so that there are whole characters among the halves."""
+    ids = rng.integers(0, tokenizer.vocab_size, int(rng.integers(1, longest))).tolist()
+    written = tokenizer.encode("".join(rng.choice(list("ab é日😀.' "), int(rng.integers(1, 9))).tolist()), special=False)
+    return [*ids, *written] if rng.random() < 0.5 else [*written, *ids]
+
+
+def test_completions_are_what_transformers_decodes_behind_the_prompt(rng, pair):
+    ours, theirs = pair
+    compared = 0
+    for _ in range(300):
+        prompt = ours.encode(" ".join(rng.choice(TEXTS, int(rng.integers(1, 4))).tolist()))
+        prompt = prompt[: int(rng.integers(1, len(prompt) + 1))]  # bos alone, or half a character at the end, at times
+        prompt += [ours.eos_id] * int(rng.integers(0, 20))  # decoded text leaves it out
+        tokens = draw(rng, ours, 12)
+        right = wanted(theirs, prompt, tokens)
+        if right is None:
+            continue
+        compared += 1
+        assert text_behind(ours.decode, context_of(ours.decode, prompt), tokens) == right, (prompt, tokens)
+        if HALF not in right:
+            grown = Detokenizer(ours.decode, prompt)
+            for count in sorted({*rng.integers(1, len(tokens) + 1, 4).tolist(), len(tokens)}):
+                grown.settle(tokens[:count], grown.added(tokens[:count]))
+                assert right.startswith(grown.text)
+            assert grown.text + grown.added(tokens) == right
+    assert compared > 200
+
+
+def test_a_character_begun_in_the_prompt_belongs_to_the_completion(pair):
+    ours, _ = pair
+    tokens = ours.encode("a日", special=False)
+    splits = HALF in ours.decode(tokens[:-1])  # as tokenizers with bytes do
+    assert splits == (ours.decode(tokens[-1:]) == HALF)
+    for cut in (1, 2) if splits else ():
+        assert text_behind(ours.decode, tokens[:-cut], tokens[-cut:]) == "日"
+        assert Detokenizer(ours.decode, tokens[:-cut]).added(tokens[-cut:]) == "日"
+
+
+def test_stop_strings_begin_with_the_blank_behind_the_prompt(rng, pair):
+    ours, _ = pair
+    whole = ours.encode("The capital of France is Paris and")
+    begin = len(ours.encode("The capital of France is"))
+    prompt, tokens = whole[:begin], whole[begin:]
+    end, text = Stops(ours.decode, (" Paris",), prompt).look(tokens)
+    assert text == ""
+    assert text_behind(ours.decode, prompt, tokens[:end]) == " Paris"
+    for _ in range(100):
+        tokens = draw(rng, ours, 20)
+        right = text_behind(ours.decode, prompt, tokens)
+        if HALF in right or len(right) < 4:
+            continue
+        at = int(rng.integers(0, len(right) - 2))
+        stop = right[at : at + int(rng.integers(1, 4))]
+        looks, count, text = Stops(ours.decode, (stop,), prompt), 0, None
+        while text is None:
+            count = min(count + int(rng.integers(1, 4)), len(tokens))
+            end, text = looks.look(tokens[:count])
+        assert text == right[: right.index(stop)]
+        assert end is not None
+        assert stop in text_behind(ours.decode, prompt, tokens[:end])
+        assert stop not in text_behind(ours.decode, prompt, tokens[: end - 1])
+
+
+def test_long_prompts_cost_no_more_than_short_ones(pair):
+    ours, _ = pair
+    prompt = ours.encode(" ".join(TEXTS * 50))
+    decoded = []
+
+    def counted(ids):
+        decoded.append(len(ids))
+        return ours.decode(ids)
+
+    text_behind(counted, context_of(counted, prompt), prompt[:2])
+    assert max(decoded) <= 34
+    np.testing.assert_equal(context_of(ours.decode, [ours.eos_id] * 50), [ours.eos_id] * 50)
