@@ -1,66 +1,163 @@
-"""Rows of data files: JSONL and parquet, checked as they are read."""
+"""Rows of data files: JSONL, parquet and Arrow, checked as they are read."""
 
+import bz2
+import gzip
+import io
 import json
-from collections.abc import Iterable, Iterator
+import lzma
+import math
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from mint_jax.errors import UserError
 from mint_jax.files import write_file
 
 Row = dict[str, Any]
+LINES = (".jsonl", ".json", ".ndjson")
+TABLES = (".parquet", ".arrow", ".feather")
 
 
 def read_rows(path: str | Path) -> list[Row]:
-    """All rows of a ``.jsonl`` or ``.parquet`` file; see ``numbered_rows``."""
+    """All rows of a file; see ``numbered_rows``."""
     return [row for _, row in numbered_rows(path)]
 
 
 def numbered_rows(path: str | Path) -> list[tuple[str, Row]]:
-    """All rows of a ``.jsonl`` or ``.parquet`` file, each with its place: ``file:line`` as an editor counts, or the row's number.
+    """All rows of a data file, each with its place: ``file:line`` as an editor counts, or the row's number.
+
+    The suffix names the form: one JSON object a line (``.jsonl``, ``.json``, ``.ndjson``; compressed where ``.gz``,
+    ``.bz2``, ``.xz`` or ``.zst`` follows), or a table (``.parquet``, ``.arrow``, ``.feather``). Tables give all rows the
+    same fields, null where a row has none: such fields are left out, at every depth, as JSONL leaves them out.
 
     Raises:
-        UserError: no such file, another suffix, a line that is no JSON object, no rows, or parquet without pyarrow.
+        UserError: no such file, another suffix, damaged contents, a line that is no JSON object (one key twice and NaN
+            are no JSON), columns of one name, no rows, or a form that needs pyarrow without it.
     """
     path = Path(path)
     if not path.is_file():
         raise UserError(f"data file {path} does not exist: check the path in the config")
-    if path.suffix in (".jsonl", ".json", ".ndjson"):
-        rows = list(_jsonl(path))
-    elif path.suffix == ".parquet":
-        rows = _parquet(path)
+    suffixes = path.suffixes[-2:]
+    packed = suffixes[-1] if suffixes and suffixes[-1] in OPENERS else ""
+    form = path.suffix if not packed else suffixes[0] if len(suffixes) == 2 else ""
+    if form in LINES:
+        rows = list(_jsonl(path, packed))
+    elif form in TABLES and not packed:
+        rows = _table(path)
     else:
-        raise UserError(f"data file {path} has suffix {path.suffix!r}; expected .jsonl or .parquet")
+        raise UserError(
+            f"data file {path} has suffix {''.join(suffixes)!r}; expected .jsonl (or .jsonl.gz, .bz2, .xz, .zst), .parquet or .arrow"
+        )
     if not rows:
         raise UserError(f"data file {path} has no rows: check that it was written completely")
     return rows
 
 
-def _jsonl(path: Path) -> Iterator[tuple[str, Row]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8", "strict"))
-            except UnicodeDecodeError as error:
-                raise UserError(f"{path}:{number} is not UTF-8 text ({error.reason}): convert or decompress the file") from None
-            except json.JSONDecodeError as error:
-                raise UserError(f"{path}:{number} is not valid JSON ({error.msg}): write one JSON object a line") from None
-            if not isinstance(row, dict):
-                raise UserError(f"{path}:{number} is a {type(row).__name__}; expected one JSON object a line")
-            yield f"{path}:{number}", row
+def _open_zstd(path: Path) -> IO[bytes]:
+    pyarrow: Any = _pyarrow(path)
+    return io.BufferedReader(pyarrow.CompressedInputStream(str(path), "zstd"))
 
 
-def _parquet(path: Path) -> list[tuple[str, Row]]:
+OPENERS: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zstd}
+
+
+def _jsonl(path: Path, packed: str) -> Iterator[tuple[str, Row]]:
+    number = 0
     try:
-        import pyarrow.parquet as parquet
+        with OPENERS[packed](path) if packed else path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                text = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+                if text.strip():
+                    yield f"{path}:{number}", _object(text, f"{path}:{number}")
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+        raise UserError(f"{path} cannot be read beyond line {number} ({error}): write it again") from None
+
+
+def _object(line: bytes, where: str) -> Row:
+    """The JSON object that a line is."""
+    try:
+        row = json.loads(line.decode(), object_pairs_hook=_pairs, parse_constant=_refuse, parse_float=_finite)
+    except UnicodeDecodeError as error:
+        says = "convert it, or name a compressed file so (.jsonl.gz)"
+        raise UserError(f"{where} is not UTF-8 text ({error.reason}): {says}") from None
+    except (ValueError, RecursionError) as error:
+        says = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        raise UserError(f"{where} is not valid JSON ({says}): write one JSON object a line") from None
+    if not isinstance(row, dict):
+        raise UserError(f"{where} is a {type(row).__name__}; expected one JSON object a line")
+    return row
+
+
+def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"key {next(key for key in keys if keys.count(key) > 1)!r} stands twice")
+    return found
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON number, null is")
+
+
+def _finite(text: str) -> float:
+    if math.isinf(value := float(text)):
+        raise ValueError(f"{text} is too large a number")
+    return value
+
+
+def _pyarrow(path: Path) -> Any:
+    try:
+        import pyarrow
     except ImportError:
         raise UserError(f"reading {path} needs pyarrow: pip install 'mint-jax[data]', or convert it to .jsonl") from None
+    return pyarrow
+
+
+def _table(path: Path) -> list[tuple[str, Row]]:
+    """Rows of a parquet or Arrow file; pandas writes Arrow's file form, Hugging Face's datasets its stream."""
+    pyarrow = _pyarrow(path)
     try:
-        return [(f"{path} row {n}", row) for n, row in enumerate(parquet.read_table(path).to_pylist(), 1)]
+        from pyarrow import ipc, parquet
+
+        if path.suffix == ".parquet":
+            table = parquet.read_table(path)
+        else:
+            with pyarrow.memory_map(str(path)) as file:
+                is_file = file.read(6) == b"ARROW1"
+                file.seek(0)
+                table = (ipc.open_file if is_file else ipc.open_stream)(file).read_all()
+        names = table.column_names
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise UserError(f"{path} has two columns {twice[0]!r}: rename one")
+        columns = [list(map(_reader(column.type), column.to_pylist())) for column in table.columns]
+    except UserError:
+        raise
     except Exception as error:  # pyarrow raises its own types
-        raise UserError(f"{path} is not a readable parquet file ({error})") from None
+        raise UserError(f"{path} is not a readable {path.suffix[1:]} file ({error})") from None
+    rows = zip(*columns, strict=True)
+    return [(f"{path} row {n}", _present(zip(names, row, strict=True))) for n, row in enumerate(rows, 1)]
+
+
+def _present(fields: Iterable[tuple[str, Any]]) -> Row:
+    return {name: value for name, value in fields if value is not None}
+
+
+def _reader(type_: Any) -> Callable[[Any], Any]:
+    """A function from Arrow's values to those of JSON: structs lose the fields that are null, and maps are objects."""
+    from pyarrow import types
+
+    if types.is_struct(type_):
+        inside = {field.name: _reader(field.type) for field in type_}
+        return lambda value: value and _present((name, read(value[name])) for name, read in inside.items())
+    if types.is_map(type_):
+        item = _reader(type_.item_type)
+        return lambda value: None if value is None else {key: item(one) for key, one in value}
+    if types.is_nested(type_) and hasattr(type_, "value_type"):  # every kind of list
+        item = _reader(type_.value_type)
+        return lambda value: value and list(map(item, value))
+    return lambda value: value
 
 
 def write_rows(path: str | Path, rows: Iterable[Row]) -> None:

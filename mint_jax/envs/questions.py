@@ -1,9 +1,8 @@
 """Questions with answers from a file, as GSM8K has them: JSONL or parquet with ``question`` and ``answer``."""
 
 import re
-from pathlib import Path
 
-from mint_jax.data.sources import read_rows
+from mint_jax.data.sources import numbered_rows
 from mint_jax.envs.env import Example, ListEnvironment
 from mint_jax.errors import UserError
 
@@ -34,7 +33,7 @@ def questions(
     """Questions of a file.
 
     Args:
-        path: ``.jsonl`` or ``.parquet``.
+        path: a file that ``data.sources`` reads.
         held_out: this many first rows, or the path of a second file.
         instruction: appended to each question.
         question, answer: the names of the columns; ``question`` may also hold a list of chat messages.
@@ -45,13 +44,13 @@ def questions(
 
     def example(row: dict, where: str) -> Example:
         for column in (question, answer):
-            if column not in row:
+            if row.get(column) is None:
                 raise UserError(f"{where} has no column {column!r}; it has {', '.join(row)}: set env.question and env.answer")
         asked = row[question]
         messages = tuple(asked) if isinstance(asked, list) else ({"role": "user", "content": f"{asked}\n{instruction}".strip()},)
         return Example(messages, final_answer(str(row[answer])))
 
-    rows = [example(row, path) for row in read_rows(path)]
+    rows = [example(row, where) for where, row in numbered_rows(path)]
     if isinstance(held_out, str):
-        return ListEnvironment(rows, [example(row, held_out) for row in read_rows(Path(held_out))], _score)
+        return ListEnvironment(rows, [example(row, where) for where, row in numbered_rows(held_out)], _score)
     return ListEnvironment(rows[held_out:], rows[:held_out], _score)

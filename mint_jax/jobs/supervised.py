@@ -34,7 +34,7 @@ class Data(Open):
     """What a policy learns from: a file, or an environment, whose options are further settings.
 
     Attributes:
-        path: .jsonl or .parquet file with rows as ``data.chat`` reads them.
+        path: file of a form that ``data.sources`` reads, .jsonl or .parquet say, with rows as ``data.chat`` reads them.
         held_out: this many first rows are not learned but measured; a tenth by default.
         env: where no path is given: a name in envs.env.REGISTRY, or module:factory.
         append_eos: end texts, and replies to prompts that are text, with the checkpoint's end token; chat templates end theirs.
