@@ -42,7 +42,7 @@ from mint_jax.rollout.cache import Cache, Kept
 from mint_jax.rollout.calls import Calls, Obeys
 from mint_jax.rollout.detokenize import context_of, text_behind
 from mint_jax.rollout.device import STEPS
-from mint_jax.rollout.grammar import Grammars
+from mint_jax.rollout.grammar import Grammars, reason_of
 from mint_jax.rollout.pages import Pages, pages_for, require_fit
 from mint_jax.rollout.request import Completion, Request
 from mint_jax.rollout.schedule import Prompt, Sample, Schedule, longest_table, pages_needed
@@ -108,6 +108,7 @@ class _Job:
     prompt: Prompt
     samples: list[Sample] = dataclasses.field(default_factory=list)
     lease: "Future[Any] | None" = None
+    matcher: Any = None
 
 
 class Engine:
@@ -465,7 +466,7 @@ class Engine:
             version = request.version
         else:  # a slot whose weights have no name, and may be others for the next call: its prompts are shared within this one
             version = self._calls if self._thread is None else next(self._asked), request.adapter, self._thread is None
-        return _Job(stream, Prompt(asked, (request.tenant, version)))
+        return _Job(stream, Prompt(asked, (request.tenant, version)), matcher=self._grammars.matcher(request))
 
     def _begin(self, job: _Job) -> None:
         self._jobs.append(job)
@@ -473,7 +474,7 @@ class Engine:
             self._beside.began(job.prompt.request.tenant)
         job.samples = self._schedule.add(job.prompt, job)
         for sample in job.samples:
-            sample.matcher = self._grammars.matcher(job.prompt.request)
+            sample.matcher = None if job.matcher is None else job.matcher.deep_copy()
             if job.prompt.request.stop:
                 assert self.decode is not None, "checked at the door"
                 sample.stops = Stops(self.decode, job.prompt.request.stop, job.prompt.request.prompt)
@@ -574,20 +575,23 @@ class Engine:
             sample.owner.stream.put(Piece(sample.number, new, sample.logprobs[len(sample.logprobs) - n :], top))
         if self._beside is not None and running:
             self._beside.took("decode", seconds, tokens)
+        failed: dict[_Job, UserError] = {}
         for (sample, _), r in zip(running, places):
+            if sample.matcher is not None and not drawn.stopped[r]:
+                sample.matcher.consume_token(sample.tokens[-1])
+            if sample.matcher is not None and (error := sample.matcher.get_error()):  # its last mask may have been no mask
+                failed[sample.owner] = UserError(f"its grammar cannot be followed any further: {reason_of(error)}; give a simpler one")
+                continue
             end, text = (None, None) if sample.stops is None else sample.stops.look(sample.tokens)
             if end is not None:
                 sample.tokens, sample.text = sample.tokens[:end], text
                 self._finish(sample, "stop")
-            elif drawn.stopped[r] or (sample.matcher is not None and self._ended(sample)):
+            elif drawn.stopped[r] or (sample.matcher is not None and sample.matcher.is_stopped()):
                 self._finish(sample, "stop")
             elif sample.own >= sample.limit:
                 self._finish(sample, "length")
-
-    def _ended(self, sample: Sample) -> bool:
-        """Tells a sample's grammar its last token; whether nothing may follow it."""
-        sample.matcher.consume_token(sample.tokens[-1])
-        return sample.matcher.is_stopped()
+        for job, error in failed.items():
+            self._clear([job], error)
 
     def _preempt(self, sample: Sample) -> Kept:
         self.counts["preempted"] += 1

@@ -7,6 +7,8 @@ dispatch; what other rows draw is the same, bit for bit, as a dispatch's steps a
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import llguidance
@@ -15,12 +17,18 @@ import numpy as np
 
 from mint_jax.errors import UserError
 from mint_jax.models.base import Base
-from mint_jax.rollout.request import Request
+from mint_jax.rollout.request import BadField, Request
+from mint_jax.rollout.schemas import has_finite_value
 
 # JSON as ``json.dumps`` writes it: where white space is free, a model at a high temperature may write nothing else. A schema that has
 # this key says itself how it is.
 LAYOUT = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
 KEPT = 256  # grammars that are compiled once for all requests that name them
+# A mask is computed in the engine's thread. With the default limit (1,000,000) one for (a{1000}){1000} takes 2 s; with this one 0.03 s.
+FUEL = 200_000
+# llguidance follows references by recursion, and a stack that overflows ends the process: chains of 1,500 do in 8 MiB. Schemas of at
+# most LONGEST characters are compiled in a thread whose stack (of which only used pages take memory) holds the longest chain in them.
+LONGEST, STACK = 1 << 18, 512 << 20
 
 Matcher = Any  # llguidance.LLMatcher
 
@@ -52,35 +60,81 @@ class Grammars:
         """A new matcher at its beginning; None for a request without a grammar.
 
         Raises:
-            UserError: a grammar that means nothing, or a base without a tokenizer.
+            UserError: a grammar that no text fits or that cannot be compiled, or a base without a tokenizer.
         """
         named = grammar_of(request)
         if named is None:
             return None
         with self._lock:
-            if named not in self._compiled:
-                self._compiled[named] = self._compile(*named)
-                if len(self._compiled) > KEPT:
-                    self._compiled.popitem(last=False)
+            found = self._compiled.get(named)
+        if found is None:
+            found = self._compile(*named)  # may take seconds: not under the lock
+        with self._lock:
+            self._compiled[named] = found
             self._compiled.move_to_end(named)
-            return self._compiled[named].deep_copy()
+            if len(self._compiled) > KEPT:
+                self._compiled.popitem(last=False)
+        return found.deep_copy()
 
     def _compile(self, kind: str, text: str) -> Matcher:
-        tokenizer = self._base.need_tokenizer()
-        if self._tokenizer is None:
-            end = tokenizer.eos_id
-            if end is None:
-                raise UserError(f"{kind} needs an end token, and the tokenizer in {self._base.directory} names none")
-            source = (self._base.directory / "tokenizer.json").read_text()
-            self._tokenizer = llguidance.LLTokenizer(source, n_vocab=self._base.cfg.vocab_size, eos_token=end)
+        if len(text) > LONGEST:
+            raise BadField(kind, f"{kind} has {len(text)} characters; at most {LONGEST} are possible")
         try:
-            matcher = llguidance.LLMatcher(self._tokenizer, _grammar(kind, text))
-            error = matcher.get_error()
-        except ValueError as failure:
-            error = str(failure)
-        if error:
-            raise UserError(f"{kind} {text[:200]!r} is no grammar: {error.strip().splitlines()[0]}")
-        return matcher
+            return _on_large_stack(lambda: _matcher(self._tokens(kind), kind, text, self._base.cfg.vocab_size))
+        except UserError:
+            raise
+        except (ValueError, RecursionError) as error:
+            reason = "it is nested too deeply" if isinstance(error, RecursionError) else reason_of(str(error))
+        raise BadField(kind, f"{kind} {text[:200]!r} cannot be used: {reason}; give one that some text fits")
+
+    def _tokens(self, kind: str) -> Any:
+        """Returns llguidance's own tokenizer, made once."""
+        tokenizer = self._base.need_tokenizer()
+        with self._lock:
+            if self._tokenizer is None:
+                end = tokenizer.eos_id
+                if end is None:
+                    raise UserError(f"{kind} needs an end token, and the tokenizer in {self._base.directory} names none")
+                source = (self._base.directory / "tokenizer.json").read_text()
+                self._tokenizer = llguidance.LLTokenizer(source, n_vocab=self._base.cfg.vocab_size, eos_token=end)
+            return self._tokenizer
+
+
+def _matcher(tokenizer: Any, kind: str, text: str, vocab: int) -> Matcher:
+    """Raises ``ValueError`` with the reason where nothing fits a grammar, or it is too large."""
+    limits = llguidance.LLParserLimits(initial_lexer_fuel=FUEL, verbose_errors=False)
+    matcher = llguidance.LLMatcher(tokenizer, _grammar(kind, text), log_level=0, limits=limits)
+    begun = matcher.deep_copy()
+    if not begun.get_error():
+        mask_of(begun, vocab)
+    if error := begun.get_error():
+        raise ValueError(error)
+    if kind == "json_schema" and not has_finite_value(json.loads(text)):
+        raise ValueError("no JSON of finite length fits it")
+    return matcher
+
+
+def _on_large_stack(call: Callable[[], Any]) -> Any:
+    done: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    before = threading.stack_size(STACK)
+    try:
+        threading.Thread(target=run, name="grammar", daemon=True).start()
+    finally:
+        threading.stack_size(before)
+    return done.result()
+
+
+def reason_of(error: str) -> str:
+    """Returns the first line of llguidance's message, in words."""
+    line = error.strip().splitlines()[0]
+    return "nothing fits it" if line.startswith("NoExtension") else line
 
 
 def _grammar(kind: str, text: str) -> str:

@@ -28,6 +28,18 @@ RANGES = {
 }
 
 
+class BadField(UserError):
+    """A field of a ``Request`` is wrong.
+
+    Attributes:
+        field: its name.
+    """
+
+    def __init__(self, field: str, message: str):
+        super().__init__(message)
+        self.field = field
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
     """One prompt, sampled ``n`` times.
@@ -154,7 +166,7 @@ def check(request: Request, base: Base, stacks: Stacks, can_decode: bool) -> Non
     """
     context, vocab = base.cfg.context, base.cfg.vocab_size
     if not request.prompt:
-        raise UserError("a prompt has no tokens: give at least one (a bos token, say)")
+        raise BadField("prompt", "a prompt has no tokens: give at least one (a bos token, say)")
     if request.max_tokens < 1 or request.n < 1:
         raise UserError(f"max_tokens is {request.max_tokens} and n is {request.n}; both must be at least 1")
     check_ranges(request)
@@ -162,23 +174,26 @@ def check(request: Request, base: Base, stacks: Stacks, can_decode: bool) -> Non
         if not 0 <= getattr(request, name) <= ALTERNATIVES:
             raise UserError(f"{name} is {getattr(request, name)}; expected 0 to {ALTERNATIVES}")
     if len(request.prompt) + request.max_tokens > context:
-        raise UserError(
+        raise BadField(
+            "max_tokens",
             f"a prompt of {len(request.prompt)} tokens and max_tokens {request.max_tokens} exceed the context of {context}: "
-            "shorten the prompt or lower max_tokens"
+            "shorten the prompt or lower max_tokens",
         )
     if min(request.prompt) < 0 or max(request.prompt) >= vocab:
         wrong = next(token for token in request.prompt if not 0 <= token < vocab)
-        raise UserError(f"a prompt has token id {wrong}; this base has ids 0 to {vocab - 1}")
+        raise BadField("prompt", f"a prompt has token id {wrong}; this base has ids 0 to {vocab - 1}")
     _check_biases(request.logit_bias, vocab)
     _check_targets(request, vocab)
     if not 0 <= request.seed < 2**32:
         raise UserError(f"seed is {request.seed}; expected 0 to {2**32 - 1}")
     if wrong := [i for i in request.stop_ids if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < 2**31]:
-        raise UserError(f"stop_ids has {wrong[0]!r}; expected token ids, 0 to {vocab - 1}")
+        raise BadField("stop_ids", f"stop_ids has {wrong[0]!r}; expected token ids, 0 to {vocab - 1}")
     check_resident(request.adapter, stacks)
     _check_stop(request.stop, base, can_decode)
     if (count := len(stopping_by_id(request, base).stop_ids)) > MAX_STOP_IDS:
-        raise UserError(f"a request stops at {count} token ids; at most {MAX_STOP_IDS} are possible: give the rest as stop strings")
+        raise BadField(
+            "stop_ids", f"a request stops at {count} token ids; at most {MAX_STOP_IDS} are possible: give the rest as stop strings"
+        )
 
 
 def check_ranges(sampling: Any, prefix: str = "") -> None:
@@ -209,7 +224,7 @@ def _check_biases(biases: tuple[tuple[int, float], ...], vocab: int) -> None:
     if len({token for token, _ in biases}) < len(biases):
         raise UserError(f"logit_bias names a token twice: {biases}; give each id once")
     if len(biases) > MAX_BIASES:
-        raise UserError(f"logit_bias has {len(biases)} tokens; at most {MAX_BIASES} are possible")
+        raise BadField("logit_bias", f"logit_bias has {len(biases)} tokens; at most {MAX_BIASES} are possible")
 
 
 def _check_targets(request: Request, vocab: int) -> None:
@@ -234,14 +249,15 @@ def _check_stop(stop: Any, base: Base, can_decode: bool) -> None:
             "--config.sampling.stop=\"(' 6',)\""
         )
     if "" in stop:
-        raise UserError("a stop string is empty: remove it, it would end every completion at once")
+        raise BadField("stop", "a stop string is empty: remove it, it would end every completion at once")
     if stop and not can_decode:
         raise UserError(f"stop strings {stop!r} need a tokenizer, and {base.directory} has none: use stop_ids")
     for text in stop:
         if held := [special for special in _special(base) if special in text and special != text]:
-            raise UserError(
+            raise BadField(
+                "stop",
                 f"stop string {text!r} holds the special token {held[0]!r}, which decoded text leaves out, so it would never match: "
-                f"stop at {held[0]!r} alone, or at text alone"
+                f"stop at {held[0]!r} alone, or at text alone",
             )
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import time
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from mint_jax.errors import UserError
 from mint_jax.models import base as base_lib
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.grammar import Grammars, mask_of
-from mint_jax.rollout.request import Request
+from mint_jax.rollout.request import BadField, Request
 
 SCHEMA = {
     "type": "object",
@@ -64,9 +65,9 @@ def test_a_mask_allows_what_can_still_become_a_match_and_nothing_else(base):
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"regex": "["}, r"regex '\[' is no grammar"),
-        ({"json_schema": "{"}, "json_schema '{' is no grammar"),
-        ({"json_schema": '{"type": "nothing"}'}, "json_schema .* is no grammar"),
+        ({"regex": "["}, r"regex '\[' cannot be used"),
+        ({"json_schema": "{"}, "json_schema '{' cannot be used"),
+        ({"json_schema": '{"type": "nothing"}'}, "json_schema .* cannot be used"),
         ({"choice": ()}, "choice .* expected texts, at least one"),
         ({"choice": ("a", "")}, "none of them empty"),
         ({"choice": ("a",), "regex": "a"}, "regex and choice: give one of them"),
@@ -75,6 +76,80 @@ def test_a_mask_allows_what_can_still_become_a_match_and_nothing_else(base):
 def test_a_grammar_that_means_nothing_is_refused(base, bad, message):
     with pytest.raises(UserError, match=message):
         Engine(base, base.need_tokenizer().decode).generate([Request((5, 6)), Request((5, 6), **bad)])
+
+
+EMPTY = [  # schemas that no JSON of finite length fits
+    {"$ref": "#"},
+    {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+    {"anyOf": [{"$ref": "#"}]},
+    {"allOf": [{"$ref": "#"}]},
+    {"type": "array", "items": {"$ref": "#"}, "minItems": 1},
+    {"type": "array", "prefixItems": [{"type": "null"}, {"$ref": "#"}], "minItems": 2},
+    {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]},
+    {"$defs": {"x/y": {"type": "object", "additionalProperties": {"$ref": "#"}, "required": ["z"]}}, "anyOf": [{"$ref": "#/$defs/x~1y"}]},
+    {"type": "integer", "minimum": 5, "maximum": 3},
+    {"type": "object", "properties": {"a": False}, "required": ["a"]},
+    {"allOf": [{"type": "string"}, {"type": "integer"}]},
+    {"type": "string", "pattern": "[^\\s\\S]"},
+    {"enum": []},
+]
+RECURSIVE = [  # schemas that refer to themselves, and end
+    {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+    {"type": "array", "items": {"$ref": "#"}},
+    {"type": "object", "properties": {"next": {"$ref": "#"}, "value": {"type": "integer"}}, "required": ["value"]},
+    {"type": "object", "properties": {"next": {"anyOf": [{"type": "null"}, {"$ref": "#"}]}}, "required": ["next"]},
+    {"$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/b"}, "minItems": 1}, "b": {"enum": [1]}}, "$ref": "#/$defs/a"},
+]
+
+
+def test_schemas_that_nothing_fits_are_refused_and_recursive_ones_taken(base):
+    grammars = Grammars(base)
+    for schema in EMPTY:
+        with pytest.raises(BadField, match="cannot be used") as error:
+            grammars.matcher(Request((5,), json_schema=json.dumps(schema)))
+        assert error.value.field == "json_schema"
+    for schema in RECURSIVE:
+        assert grammars.matcher(Request((5,), json_schema=json.dumps(schema))) is not None
+
+
+def test_hostile_grammars_cost_little(base):
+    """Each is refused or compiled within seconds, and so is its first mask, which the engine's thread computes."""
+    grammars = Grammars(base)
+    chain = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(60)}
+    many = {f"d{i * 7919 % 3000}": {"allOf": [{"$ref": f"#/$defs/d{(i + 1) * 7919 % 3000}"}]} for i in range(3000)}
+    schemas = [
+        {"$defs": {**chain, "d60": {"type": "null"}}, "$ref": "#/$defs/d0"},
+        {"$defs": {**chain, "d60": {"$ref": "#/$defs/d0"}}, "$ref": "#/$defs/d0"},
+        {"$defs": many, "$ref": "#/$defs/d0"},
+        {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(20_000)}},
+        {"enum": [f"x{i}" for i in range(100_000)]},
+        {"allOf": [{"anyOf": [{"minLength": i}, {"maxLength": i + 50}]} for i in range(20)]},
+        {"$ref": "http://127.0.0.1/schema"},
+    ]
+    asked = [Request((5,), json_schema=json.dumps(schema)) for schema in schemas]
+    asked += [Request((5,), regex=regex) for regex in ("(a{1000}){1000}", "(((((a*)*)*)*)*)*b", ".*(x+x+)+y")]
+    began, refused = time.monotonic(), 0
+    for request in asked:
+        try:
+            mask_of(grammars.matcher(request), base.cfg.vocab_size)
+        except UserError:
+            refused += 1
+    assert time.monotonic() - began < 30, "some 3 s on two busy cores"
+    assert refused >= 5
+    fine = {"type": "object", "properties": {f"p{i}": {"enum": [f"value {j} of {i}" for j in range(50)]} for i in range(40)}}
+    assert grammars.matcher(Request((5,), json_schema=json.dumps(fine))) is not None, "what people send is taken"
+
+
+def test_a_grammar_that_fails_on_the_way_fails_its_request_alone(rng, base):
+    """The second mask of ``b(a{1000}){1000}`` is beyond the limits: no text that does not follow it is answered as if it did."""
+    engine = Engine(base, base.need_tokenizer().decode, rows=(4,))
+    free = Request((7, 8), max_tokens=6, seed=3)
+    with engine.serving():
+        stream, other = engine.submit(Request((5, 6), regex="b(a{1000}){1000}", n=2, max_tokens=20)), engine.submit(free)
+        with pytest.raises(UserError, match="cannot be followed"):
+            stream.result(60)
+        assert len(other.result(60)[0].tokens) > 0
+    assert not engine._jobs
 
 
 def test_a_base_without_a_tokenizer_says_so(tiny_base):
