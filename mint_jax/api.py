@@ -40,8 +40,8 @@ from mint_jax.residency.pool import Pool, Turn
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Completion, Request
 from mint_jax.train.batch import Group
-from mint_jax.train.state import OptimizerConfig
-from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer, summarise
+from mint_jax.train.config import LossConfig, OptimizerConfig, PolicyConfig
+from mint_jax.train.trainer import Trainer, summarise
 
 Prompt = str | list[dict[str, str]]  # text as it is, or messages through the chat template
 Row = dict[str, Any]

@@ -28,12 +28,10 @@ from typing import Any, NoReturn
 import absl.logging
 from ml_collections import ConfigDict
 
-from mint_jax import compiling, host, multihost
-from mint_jax.errors import Interrupted, UserError
-from mint_jax.jobs import ALONE, JOBS, settings
-from mint_jax.jobs.common import Config, save_result
-from mint_jax.models.base import cache_dir
-from pallas_kernels import dispatch
+from mint_jax import interrupts
+from mint_jax.errors import UserError
+from mint_jax.jobs import ALONE, JOBS, preflight, settings
+from mint_jax.jobs.settings import Config
 
 FLAG = "--config."
 SHIPPED = Path(sysconfig.get_path("data")) / "share" / "mint_jax"  # what a wheel brings beside the package
@@ -151,13 +149,34 @@ def main(argv: Sequence[str]) -> None:
     config, declared = load(args.config, changes)
     settings.check(declared, config)
     config.lock()
+    workdir = Path(args.workdir).expanduser() if args.workdir else default_workdir(args.config, config.job)
+    preflight.check(config, workdir)
+    print(f"[launch] {outline(config, args.config)}; {'dry run' if args.dry_run else f'results in {workdir}'}", file=sys.stderr, flush=True)
+    _with_jax(args, config, workdir)
+
+
+def outline(config: Config, name: str) -> str:
+    """What a run is about to do, in a line."""
+    words = [f"job {config.job} of {name}"]
+    if "policies" in config:
+        words.append(f"{len(config.policies)} policies")
+    if "steps" in config:
+        words.append(f"{config.steps} steps")
+    over = f" over {config.base}" if isinstance(config.get("base"), str) else ""
+    return ", ".join(words) + over
+
+
+def _with_jax(args: argparse.Namespace, config: Config, workdir: Path) -> None:
+    """What follows once the command line and the config are known to be right: JAX takes seconds to import."""
+    from mint_jax import compiling, host, multihost
+    from mint_jax.models.names import cache_dir
+
     host.leave_out_absent_tpu()
     if args.dry_run:
         from mint_jax.jobs import dry_run
 
-        print(json.dumps(dry_run.describe(config, Path(args.workdir or default_workdir(args.config, config.job))), indent=1))
+        print(json.dumps(dry_run.describe(config, workdir), indent=1))
         return
-    workdir = Path(args.workdir).expanduser() if args.workdir else default_workdir(args.config, config.job)
     host.threads_for_simulated_devices()
     host.keep_freed_memory()
     host.run_in_the_calling_thread()
@@ -173,10 +192,20 @@ def main(argv: Sequence[str]) -> None:
     compiling.announce()
     result = run(config, workdir)
     if multihost.is_main():
-        print(json.dumps(result), flush=True)
+        show(config, result, workdir)
     multihost.barrier("end")
     if result.get("failed"):  # points of a sweep; its report has their reasons
         sys.exit(1)
+
+
+def show(config: Config, result: dict[str, Any], workdir: Path) -> None:
+    """Prints a result: a bench's as one JSON object, others' as tables and the place of the whole."""
+    from mint_jax.jobs import report
+
+    if config.job == "bench":
+        print(json.dumps(result), flush=True)
+    else:
+        report.result(result, workdir / "result.json")
 
 
 def run(config: Config, workdir: Path) -> dict[str, Any]:
@@ -187,11 +216,14 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     Raises:
         UserError: a mistake in the config or in a file, or a full disk.
     """
+    from mint_jax.jobs.common import save_result
+    from pallas_kernels import dispatch
+
     try:
         before = dispatch.fallen.copy()
         result = importlib.import_module(JOBS[str(config.job)]).run(config, workdir)
         if "kernels" in config:  # a result that has them already keeps them: of other chips, or of a run that was finished before
-            result = {"kernels_passed_over": dispatch.passed_over(before, dispatch.platform_here())} | result
+            result.setdefault("kernels_passed_over", dispatch.passed_over(before, dispatch.platform_here()))
         save_result(result, workdir, config)
         return result
     except OSError as error:
@@ -201,32 +233,39 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
         raise UserError(f"{place} cannot be written, the disk is full: free disk space, then start again with the same command") from None
 
 
-def _terminate(number: int, frame: object) -> None:
-    raise Interrupted(signal.Signals(number).name, number)
+def _leave(status: int, reason: str) -> None:
+    """Ends a process of several, telling the others; returns in a single one, which is what it is until JAX has been imported."""
+    if (joined := sys.modules.get("mint_jax.multihost")) is not None and hasattr(joined, "leave"):
+        joined.leave(status, reason)
 
 
 def cli() -> None:
     """Runs ``main`` and prints a user's mistake as one line instead of a traceback."""
+    interrupts.install(_leave)
     logging.getLogger("jax").setLevel(logging.WARNING)
-    absl.logging.set_verbosity(absl.logging.WARNING)  # Orbax reports every thread it starts
-    signal.signal(signal.SIGTERM, _terminate)
+    absl.logging.set_verbosity(absl.logging.ERROR)  # Orbax warns of what a user cannot change
     try:
         main(sys.argv[1:])
     except UserError as error:
-        which = f" in process {multihost.index()}" if multihost.count() > 1 else ""
-        print(f"error{which}: {error}", file=sys.stderr)
-        multihost.leave(2, str(error))
+        print(f"error{_which()}: {error}", file=sys.stderr)
+        _leave(2, str(error))
         sys.exit(2)
     except KeyboardInterrupt as error:
         number = getattr(error, "number", signal.SIGINT)
         print(f"interrupted: {error or 'SIGINT'}", file=sys.stderr)
-        multihost.leave(128 + number, str(error))
+        _leave(128 + number, str(error))
         sys.exit(128 + number)
     except Exception as error:
-        if multihost.count() == 1:
+        if not _which():
             raise
         traceback.print_exc()
-        multihost.leave(1, repr(error))
+        _leave(1, repr(error))
+
+
+def _which() -> str:
+    """`` in process 3`` where several have joined."""
+    joined = sys.modules.get("mint_jax.multihost")
+    return f" in process {joined.index()}" if joined is not None and joined.count() > 1 else ""
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from mint_jax import multihost
 from mint_jax.errors import UserError
 from mint_jax.files import write_file
 
+KEPT = 64  # last updates that the time left goes by
+
 
 class MetricsWriter:
     """Appends rows to ``metrics.jsonl`` and their numbers to TensorBoard, both at once and in the calling thread.
@@ -112,7 +114,7 @@ class Progress:
         total: all there is to do, in pieces.
         done: pieces that were done before.
         per: pieces of one that is shown: 3 for steps that three policies take, 1e6 for bytes shown as MB. The time left goes
-            by pieces.
+            by pieces, and is not known before the second update.
         unit: what those are, in words.
     """
 
@@ -129,25 +131,44 @@ class Progress:
         self.what, self.total, self.every, self.per, self.unit = what, total, every, per, unit
         self.out = out or sys.stderr
         self._start = time.monotonic()
-        self._first = done
         self._last = float("-inf")
+        self._at = (0.0, done)  # seconds and pieces of the last update
+        self._paces: list[tuple[float, int]] = []  # seconds a piece and pieces, of each update but the first
+        self._begun = False
 
     def update(self, done: int, detail: str = "") -> None:
         """Says how far it is, unless it has just been said."""
         now = time.monotonic()
         if not multihost.is_main():
             return
+        elapsed = now - self._start
+        self._note(elapsed, done)
         if done < self.total and now - self._last < self.every:
             return
         self._last = now
-        elapsed = now - self._start
-        moved = done - self._first
-        left = elapsed / moved * (self.total - done) if moved > 0 else float("nan")
-        eta = f", {clock(left)} left" if moved > 0 and done < self.total else ""
+        eta = f", {clock(self._pace() * (self.total - done))} left" if self._paces and done < self.total else ""
         total = math.ceil(self.total / self.per)
         shown = f"{total if done >= self.total else int(done // self.per)}/{total}"
         words = " ".join(word for word in (shown, self.unit, detail) if word)
         print(f"[{self.what}] {words} ({clock(elapsed)}{eta})", file=self.out, flush=True)
+
+    def _note(self, elapsed: float, done: int) -> None:
+        """Keeps the pace since the last update. The first one is not kept: its programs were compiled on the way."""
+        before, pieces = self._at[0], done - self._at[1]
+        if pieces > 0:
+            if self._begun:
+                self._paces.append(((elapsed - before) / pieces, pieces))
+                del self._paces[:-KEPT]
+            self._at, self._begun = (elapsed, done), True
+
+    def _pace(self) -> float:
+        """Seconds a piece, the median over the pieces: steps that compiled something do not count."""
+        half = sum(pieces for _, pieces in self._paces) / 2
+        for pace, pieces in sorted(self._paces):
+            half -= pieces
+            if half <= 0:
+                return pace
+        return 0.0
 
 
 def clock(seconds: float) -> str:

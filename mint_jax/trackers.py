@@ -5,17 +5,21 @@ resumed run goes on in the tracker's run that it had: its id is kept in the work
 ``metrics.jsonl`` all the same, so an outage is said once and does not end a training.
 """
 
+import functools
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from mint_jax import multihost
 from mint_jax.errors import UserError
 from mint_jax.files import write_file
+
+T = TypeVar("T")
 
 
 class Tracker(Protocol):
@@ -48,7 +52,8 @@ class Trackers:
         def begin() -> None:
             ids = json.loads(self._file.read_text()) if self._file.is_file() else {}
             for kind, where in wanted.items():
-                self._trackers[kind] = _begin(kind, where, Path(workdir), ids.get(kind), config)
+                begun = functools.partial(KINDS[kind], where, Path(workdir), ids.get(kind), config)
+                self._trackers[kind] = _usable(kind, where, begun)
             write_file(self._file, json.dumps(ids | {kind: one.id for kind, one in self._trackers.items()}))
 
         if wanted:
@@ -80,9 +85,34 @@ class Trackers:
             self._silent.discard(kind)
 
 
-def _begin(kind: str, where: str, workdir: Path, id: str | None, config: Mapping[str, Any]) -> Tracker:
+def check(named: Mapping[str, str]) -> None:
+    """Refuses trackers that could not begin a run: to be called before anything is loaded or claimed.
+
+    Raises:
+        UserError: a package is missing, W&B has no API key, or MLflow's server does not answer.
+    """
+    for kind, where in named.items():
+        if where:
+            _usable(kind, where, CHECKS[kind])
+
+
+def _wandb_key() -> None:
+    import wandb
+
+    if os.environ.get("WANDB_MODE", "online") == "online" and not wandb.api.api_key:
+        raise ValueError("no API key: set WANDB_API_KEY, run wandb login, or set WANDB_MODE=offline")
+
+
+def _mlflow_answers() -> None:
+    from mlflow import MlflowClient
+
+    MlflowClient().search_experiments(max_results=1)
+
+
+def _usable(kind: str, where: str, call: Callable[[], T]) -> T:
+    """What the call returns; its errors are a user's."""
     try:
-        return KINDS[kind](where, workdir, id, config)
+        return call()
     except ImportError:
         raise UserError(f"{kind}={where!r} needs a package that is not installed: pip install 'mint-jax[{kind}]'") from None
     except Exception as error:
@@ -141,3 +171,4 @@ class _Mlflow:
 
 
 KINDS: dict[str, Callable[[str, Path, str | None, Mapping[str, Any]], Tracker]] = {"wandb": _Wandb, "mlflow": _Mlflow}
+CHECKS: dict[str, Callable[[], None]] = {"wandb": _wandb_key, "mlflow": _mlflow_answers}

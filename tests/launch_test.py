@@ -1,13 +1,19 @@
 """The command line: every mistake of the user ends with a non-zero status and one line that names it, without a traceback."""
 
+import importlib.util
 import json
 import multiprocessing
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
+
+from mint_jax import launch as launcher
+from mint_jax.errors import UserError
 
 SERVER = multiprocessing.get_context("forkserver")  # imports once, forks for every command
 SERVER.set_forkserver_preload(["mint_jax.launch", "mint_jax.checkpoint", "mint_jax.catalog.lifecycle", "pytest"])
@@ -101,17 +107,109 @@ def test_flags_that_cannot_be_parsed_are_named(folder, args, message):
     assert message in stderr
 
 
+def in_time(args, cwd) -> tuple[int, str, float]:
+    """Status, stderr and seconds of CPU of a command in a process of its own, the interpreter's start among them."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-m", "mint_jax.launch", *args], cwd=cwd, capture_output=True, text=True, env=environment)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return done.returncode, done.stderr, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+TRAIN = f"--config={ROOT / 'configs' / 'tiny' / 'sft.py'}"
+SERVE = f"--config={ROOT / 'configs' / 'serve.py'}"
+POD = f"--config={ROOT / 'configs' / 'scale_up' / 'qwen3_4b.py'}"
+EVALUATE = f"--config={ROOT / 'configs' / 'evaluate.py'}"
+
+
+@pytest.mark.parametrize("dry", [(), ("--dry_run",)], ids=["run", "dry_run"])
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((TRAIN, "--config.base=nowhere"), "base is 'nowhere'; choose one of: "),
+        ((TRAIN, "--config.base=random:nothing"), "base is 'random:nothing'; choose one of: "),
+        ((TRAIN, "--config.dtype=float16"), "dtype is 'float16'; choose one of: float32, bfloat16"),
+        ((TRAIN, "--config.quantise=int3"), "quantise is 'int3'; choose one of: "),
+        ((TRAIN, "--config.policies.*.data.path=none.jsonl"), "data file none.jsonl does not exist"),
+        ((TRAIN, "--config.policies.*.data.env=no_such_env"), "environment is 'no_such_env'; choose one of: "),
+        ((TRAIN, "--config.policies.*.data.env=nowhere:make"), "environment 'nowhere:make' could not be imported"),
+        ((TRAIN, "--config.kernels.draw=triton"), "kernels.draw is 'triton'"),
+        ((TRAIN, "--workdir=in.jsonl/x"), "workdir in.jsonl/x cannot be written"),
+        ((EVALUATE, "--config.catalog=nowhere"), "catalog nowhere does not exist"),
+        ((SERVE, "--config.certificate=none.pem"), "certificate is 'none.pem'; expected a file that exists"),
+        ((POD, "--config.topology=v5p-60"), "topology is 'v5p-60'; choose one of: v5p-8, v5p-16, "),
+        ((SCORE, *FILES, "--config.slots=0"), "slots is 0"),
+    ],
+    ids=lambda x: "+".join(a.split("/")[-1].removeprefix("--config.") for a in x) if isinstance(x, tuple) else "",
+)
+def test_a_dry_run_refuses_what_the_run_refuses(folder, args, message, dry):
+    status, stdout, stderr = launch(*args, *dry, cwd=folder)
+    assert (status, stdout) == (2, "")
+    assert message in stderr.splitlines()[-1]
+    assert not (folder / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("package", "args", "extra"),
+    [
+        ("wandb", (TRAIN, "--config.wandb=project"), "wandb"),
+        ("mlflow", (TRAIN, "--config.mlflow=experiment"), "mlflow"),
+        ("pyarrow", (TRAIN, "--config.policies.*.data.path=rows.parquet"), "data"),
+        ("reasoning_gym", (TRAIN, "--config.policies.*.data.env=reasoning_gym"), "data"),
+        ("psycopg", (TRAIN, "--config.catalog=postgresql://localhost/mint"), "postgres"),
+        ("fastapi", (SERVE,), "serve"),
+        ("google.protobuf", (SERVE,), "serve"),
+        ("libtpu", (POD,), "tpu-aot"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_an_optional_package_is_looked_for_before_anything_is_claimed(folder, monkeypatch, package, args, extra):
+    (folder / "rows.parquet").write_bytes(b"")
+    monkeypatch.chdir(folder)
+    known = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *more: None if name == package else known(name, *more))
+    with pytest.raises(UserError, match=rf"needs .*\[{extra}\]"):
+        launcher.main(args)
+    assert not (folder / "runs").exists()
+
+
+def test_a_mistake_is_reported_before_jax_is_imported(folder):
+    """Six seconds of CPU before: JAX and the job were imported first."""
+    for args in ((SCORE, "--config.typo=1"), (TRAIN, "--config.base=nowhere"), (SCORE, "--config.input=none.jsonl")):
+        status, stderr, seconds = in_time(args, folder)
+        assert status == 2
+        assert stderr.startswith("error: ")
+        assert seconds < 1.0, args
+    code = "import sys, mint_jax.launch; assert not {'jax', 'flax', 'optax', 'tensorstore', 'sqlalchemy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+def test_a_run_says_at_once_what_it_does(folder):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "mint_jax.launch", TRAIN, "--workdir=work"]
+    with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stderr is not None
+        first = process.stderr.readline()
+        used = psutil.Process(process.pid).cpu_times()
+        process.kill()
+    assert first.startswith("[launch] job sft of ")
+    assert "2 policies, 6 steps over tiny-random; results in work" in first
+    assert used.user + used.system < 2.0
+
+
 def test_a_run_prints_its_result_last_and_saves_it_with_its_config(folder, hf_dirs):
     args = [SCORE, *FILES, f"--config.base={hf_dirs('llama')}", "--config.max_tokens=64"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-m", "mint_jax.launch", *args], cwd=folder, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
-    assert (result["job"], result["sequences"], result["tokens"]) == ("score", 1, 3)
     workdir = folder / "runs" / "score"  # the config's name
+    *_, values, place = done.stdout.splitlines()
+    assert "sequences 1, tokens 3" in values
+    assert place == "result: runs/score/result.json"
+    assert "WARNING" not in done.stderr
     saved = json.loads((workdir / "result.json").read_text())
-    assert saved.pop("stamp")["config"]["max_tokens"] == 64
-    assert saved == result
+    assert list(saved)[:3] == ["job", "sequences", "tokens"], "what people look for comes first"
+    assert saved["stamp"]["config"]["max_tokens"] == 64
     assert json.loads((workdir / "config.json").read_text())["max_tokens"] == 64
     [row] = map(json.loads, (folder / "out.jsonl").read_text().splitlines())
     assert row["tokens"] == [1, 2, 3]

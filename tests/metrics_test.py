@@ -102,8 +102,8 @@ def test_progress_says_what_is_done_and_how_long_the_rest_takes(clock):
     progress.update(10)  # the end is always said
     assert out.getvalue().splitlines() == [
         "[train] 0/10 (0:00)",
-        "[train] 2/10 loss 0.5 (0:05, 0:20 left)",
-        "[train] 5/10 loss 0.4 (1:15, 1:15 left)",
+        "[train] 2/10 loss 0.5 (0:05)",  # its programs were compiled on the way: no pace is known yet
+        "[train] 5/10 loss 0.4 (1:15, 2:52 left)",
         "[train] 10/10 (1:15)",
     ]
 
@@ -111,9 +111,21 @@ def test_progress_says_what_is_done_and_how_long_the_rest_takes(clock):
 def test_progress_of_a_resumed_run_rates_only_its_own_steps(clock):
     out = io.StringIO()
     progress = metrics.Progress("train", 100, out=out, done=80)
+    clock[0] += 100
+    progress.update(81)
     clock[0] += 10
-    progress.update(85)
-    assert out.getvalue() == "[train] 85/100 (0:10, 0:30 left)\n"
+    progress.update(86)
+    assert out.getvalue().splitlines()[-1] == "[train] 86/100 (1:50, 0:28 left)"
+
+
+def test_the_time_left_leaves_compilations_out(clock):
+    """A first step of 200 s and a later one of 90 s compile; the others take 2 s, and so do those that are left."""
+    out = io.StringIO()
+    progress = metrics.Progress("train", 20, out=out)
+    for step, seconds in enumerate((200, 2, 2, 90, 2, 2, 2, 2, 2, 2), 1):
+        clock[0] += seconds
+        progress.update(step)
+    assert out.getvalue().splitlines()[-1] == "[train] 10/20 (5:06, 0:20 left)"
 
 
 def test_progress_counts_what_users_count(clock):
@@ -123,16 +135,21 @@ def test_progress_counts_what_users_count(clock):
         metrics.Progress("grpo", 12, out=out, per=3, unit="steps"),
         metrics.Progress("loading base", 2_500_001, 0.0, out, per=1e6, unit="MB"),
     )
+    clock[0] += 100
+    steps.update(3)
+    loaded.update(900_000)
     clock[0] += 10
     steps.update(5, "reward 0.5")
     loaded.update(1_900_000)
     loaded.update(2_500_001)
     steps.update(12)
     assert out.getvalue().splitlines() == [
-        "[grpo] 1/4 steps reward 0.5 (0:10, 0:14 left)",
-        "[loading base] 1/3 MB (0:10, 0:03 left)",
-        "[loading base] 3/3 MB (0:10)",
-        "[grpo] 4/4 steps (0:10)",
+        "[grpo] 1/4 steps (1:40)",
+        "[loading base] 0/3 MB (1:40)",
+        "[grpo] 1/4 steps reward 0.5 (1:50, 0:35 left)",
+        "[loading base] 1/3 MB (1:50, 0:06 left)",
+        "[loading base] 3/3 MB (1:50)",
+        "[grpo] 4/4 steps (1:50)",
     ]
 
 

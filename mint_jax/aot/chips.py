@@ -1,7 +1,7 @@
 """Accelerators on paper: what a chip can do by its datasheet, and the devices of a named pod that is not attached.
 
-A target is named as its maker names the slice: ``v5p:4x4x8`` is 128 TPU v5p chips in a torus, ``cuda:h200x8`` one server
-of eight GPUs. The devices of a target compile programs and do nothing else: no array can be put on them. All rates are
+A target is named by its torus, ``v5p:4x4x8`` (128 TPU v5p chips), or as clouds name the slice, ``v5p-256``; ``cuda:h200x8`` is one
+server of eight GPUs. The devices of a target compile programs and do nothing else: no array can be put on them. All rates are
 datasheet peaks, which no program reaches; estimates that use them are lower bounds.
 """
 
@@ -57,6 +57,17 @@ CHIPS = {
 }
 
 
+IN_CLOUDS = {  # a cloud's name of a chip -> ours, and what the number behind it counts: TensorCores of a chip, or chips
+    "v4": ("v4", 2),
+    "v5litepod": ("v5e", 1),
+    "v5e": ("v5e", 1),
+    "v5p": ("v5p", 2),
+    "v6e": ("v6e", 1),
+    "tpu7x": ("tpu7x", 2),
+}
+CUDA_PLUGINS = ("jax_cuda13_plugin", "jax_cuda12_plugin")
+
+
 @dataclasses.dataclass(frozen=True)
 class Target:
     """A pod: its devices, and the peaks of one device (a chip may show as one device or as two).
@@ -90,29 +101,61 @@ def names(kind: str) -> list[str]:
     return [f"{kind}{'x' if kind.startswith('cuda:') else ':'}{size}" for size in CHIPS[kind].slices]
 
 
+def canonical(name: str) -> str:
+    """Our name of a pod that may be named as clouds do: ``v5p-64`` -> ``v5p:2x4x4``, ``v5litepod-16`` -> ``v5e:4x4``.
+
+    Raises:
+        UserError: an unknown name; for a known chip, with the sizes that there are.
+    """
+    known = [each for kind in CHIPS for each in names(kind)]
+    if name in known:
+        return name
+    cloud, _, size = name.lower().replace(":", "-").partition("-")
+    if cloud not in IN_CLOUDS:
+        raise choice("topology", name, [*known, "smallest"])
+    kind, counted = IN_CLOUDS[cloud]
+    by_cloud = {str(counted * _chips(kind, each)): each for each in names(kind)} | {each.split(":")[1]: each for each in names(kind)}
+    if size not in by_cloud:
+        raise choice("topology", name, [*(f"{cloud}-{n}" for n in by_cloud if n.isdecimal()), *names(kind), "smallest"])
+    return by_cloud[size]
+
+
+def need_compiler(name: str) -> None:
+    """Refuses a pod (or a kind of chip) whose compiler is not installed; it is looked for, not loaded.
+
+    Raises:
+        UserError: with the extra to install.
+    """
+    cuda = name.startswith("cuda:")
+    if not any(importlib.util.find_spec(module) for module in (CUDA_PLUGINS if cuda else ("libtpu",))):
+        what, extra = ("CUDA", "cuda") if cuda else ("TPU", "tpu-aot")
+        raise UserError(
+            f"topology {name!r} needs the {what} compiler, which is not installed: pip install -e .[{extra}] (make setup EXTRAS={extra})"
+        )
+
+
+def _chips(kind: str, name: str) -> int:
+    return math.prod(map(int, re.findall(r"\d+", name.removeprefix(kind))))
+
+
 def target(name: str) -> Target:
-    """The pod of this name.
+    """The pod of this name, see ``canonical``.
 
     Raises:
         UserError: an unknown name, or the compiler of that accelerator is not installed.
     """
-    known = {each: kind for kind in CHIPS for each in names(kind)}
-    if name not in known:
-        raise choice("topology", name, [*known, "smallest"])
-    kind = known[name]
-    chip, chips = CHIPS[kind], math.prod(map(int, re.findall(r"\d+", name.removeprefix(kind))))
+    name = canonical(name)
+    need_compiler(name)
+    kind = next(kind for kind in CHIPS if name in names(kind))
+    chip, chips = CHIPS[kind], _chips(kind, name)
     cuda = kind.startswith("cuda:")
-    devices = tuple(_cuda_devices(name, kind, chips) if cuda else _tpu_devices(name))
+    devices = tuple(_cuda_devices(kind, chips) if cuda else _tpu_devices(name))
     share = chips / len(devices)
     rates = (int(chip.hbm * share), chip.flops * share, chip.hbm_rate * share, chip.link_rate * share)
     return Target(name, chips, devices, *rates, options={"xla_gpu_autotune_level": "0"} if cuda else {})
 
 
 def _tpu_devices(name: str) -> Any:
-    if importlib.util.find_spec("libtpu") is None:
-        raise UserError(
-            f"topology {name!r} needs the TPU compiler, which is not installed: pip install -e .[tpu-aot] (make setup EXTRAS=tpu-aot)"
-        )
     for variable, value in _QUIET.items():
         os.environ.setdefault(variable, value)
     from jax.experimental import topologies
@@ -120,17 +163,12 @@ def _tpu_devices(name: str) -> Any:
     return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
 
 
-def _cuda_devices(name: str, kind: str, chips: int) -> Any:
+def _cuda_devices(kind: str, chips: int) -> Any:
     from jax.experimental import topologies
 
     model = kind.removeprefix("cuda:")
-    try:
-        config = _HOPPER.format(model=model.upper(), rate=int(CHIPS[kind].hbm_rate), memory=CHIPS[kind].hbm)
-        return topologies.get_topology_desc(platform="cuda", topology_name=model, topology=f"1x1x{chips}", target_config=config).devices
-    except NotImplementedError:
-        raise UserError(
-            f"topology {name!r} needs the CUDA compiler, which is not installed: pip install -e .[cuda] (make setup EXTRAS=cuda)"
-        ) from None
+    config = _HOPPER.format(model=model.upper(), rate=int(CHIPS[kind].hbm_rate), memory=CHIPS[kind].hbm)
+    return topologies.get_topology_desc(platform="cuda", topology_name=model, topology=f"1x1x{chips}", target_config=config).devices
 
 
 _HOPPER = """gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152

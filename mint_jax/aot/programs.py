@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from mint_jax import params as params_lib
 from mint_jax import sharding
+from mint_jax.aot.shapes import RolloutShape, TrainShape
 from mint_jax.errors import UserError
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
@@ -27,56 +28,16 @@ from mint_jax.models import transformer
 from mint_jax.models.config import ModelConfig
 from mint_jax.models.paged import PAGE, RUN, TEAM, teams_at_once
 from mint_jax.rollout import device, plans
-from mint_jax.rollout.engine import BLOCKS
 from mint_jax.rollout.pages import pages_for
 from mint_jax.rollout.schedule import longest_table
 from mint_jax.train import state as state_lib
 from mint_jax.train import step
 from mint_jax.train.batch import Batch
+from mint_jax.train.config import LossConfig
 from mint_jax.train.losses import Targets
-from mint_jax.train.trainer import LossConfig, stack_coefs
+from mint_jax.train.trainer import stack_coefs
 
 Tree = Any
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainShape:
-    """One ``forward_backward``.
-
-    Attributes:
-        policies: P.
-        rows: B of each policy.
-        tokens: T of a row.
-        targets: M of a row's tokens, at most.
-        remat: what the backward pass keeps: a name in models.transformer.REMAT.
-    """
-
-    policies: int
-    rows: int
-    tokens: int
-    targets: int
-    remat: str = "full"
-
-
-@dataclasses.dataclass(frozen=True)
-class RolloutShape:
-    """A pool that holds all rollouts at full length, and the ``prefill`` and ``decode`` that fill it.
-
-    Attributes:
-        adapters: N that are resident; which row names which is data.
-        prompts: Q.
-        rollouts: G of each prompt, which share its pages; Q G rows decode together.
-        prompt_tokens: S of each prompt.
-        new_tokens: C of each rollout, at most.
-        blocks: of 32 tokens of prompts that one prefill reads, at least: as many in each part of the mesh.
-    """
-
-    adapters: int
-    prompts: int
-    rollouts: int
-    prompt_tokens: int
-    new_tokens: int
-    blocks: int = BLOCKS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,7 +37,8 @@ from mint_jax.models.config import Experts, ModelConfig
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from mint_jax.train.batch import Group, TrainSequence
-from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
+from mint_jax.train.config import LossConfig, PolicyConfig
+from mint_jax.train.trainer import Trainer
 
 POLICY = "policy"
 

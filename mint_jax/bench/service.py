@@ -40,9 +40,9 @@ from mint_jax.service.calls import Call, Create, ForwardBackward, Optim, Save
 from mint_jax.service.loop import Loop
 from mint_jax.service.server import Server, Sizes
 from mint_jax.train import held
-from mint_jax.train.blocks import BlockShape, Datum, Work
+from mint_jax.train.blocks import Datum, Work
+from mint_jax.train.config import BlockShape, OptimizerConfig
 from mint_jax.train.live import NO_LOSS, Live
-from mint_jax.train.state import OptimizerConfig
 
 WAIT_S = 600.0
 

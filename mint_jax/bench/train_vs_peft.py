@@ -24,8 +24,8 @@ from mint_jax.models.base import Base
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from mint_jax.train.batch import Group, TrainSequence
-from mint_jax.train.state import OptimizerConfig
-from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
+from mint_jax.train.config import LossConfig, OptimizerConfig, PolicyConfig
+from mint_jax.train.trainer import Trainer
 
 LEARNING_RATE = 1e-5
 

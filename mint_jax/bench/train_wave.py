@@ -18,7 +18,8 @@ from mint_jax.errors import UserError
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models.base import Base
 from mint_jax.train.batch import Group, TrainSequence
-from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
+from mint_jax.train.config import LossConfig, PolicyConfig
+from mint_jax.train.trainer import Trainer
 
 
 def run(config: Any, workdir: Path, open_base: Callable[[Any], Base], **_: Any) -> dict[str, Any]:

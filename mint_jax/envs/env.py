@@ -5,6 +5,7 @@ Rewards run on the host, in threads, while the devices work for other policies: 
 
 import dataclasses
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -48,15 +49,17 @@ REGISTRY = {  # config name -> "module:factory"; imported when used, for an envi
     "jsonl": "mint_jax.envs.questions:questions",
     "reasoning_gym": "mint_jax.envs.gym:reasoning_gym_task",
 }
+NEEDS = {"reasoning_gym": "reasoning_gym"}  # name -> package of the ``data`` extra
 
 
-def make(name: str, **options: Any) -> Environment:
-    """The environment called ``name``, or ``module:factory`` of the user's own.
+def check_options(name: str, **options: Any) -> Any:
+    """The factory of an environment, which takes these options; it is not called.
 
     Raises:
-        UserError: an unknown name, options the factory does not take, a mistake in its code, with the traceback, or something
-            that is no environment.
+        UserError: an unknown name, options the factory does not take, or a package that it needs and that is not installed.
     """
+    if (needed := NEEDS.get(name)) and importlib.util.find_spec(needed) is None:
+        raise UserError(f"environment {name!r} needs the package {needed}, which is not installed: pip install 'mint-jax[data]'")
     factory = _factory(name)
     if not callable(factory):
         raise UserError(f"environment {name!r} is {_shown(factory)}; expected a function that returns an environment")
@@ -66,6 +69,16 @@ def make(name: str, **options: Any) -> Environment:
         raise UserError(f"environment {name!r} does not take these options ({error}): set what {_signature(factory)} names") from None
     except ValueError:  # a builtin without a signature
         pass
+    return factory
+
+
+def make(name: str, **options: Any) -> Environment:
+    """The environment called ``name``, or ``module:factory`` of the user's own.
+
+    Raises:
+        UserError: see ``check_options``; also a mistake in its code, with the traceback, or something that is no environment.
+    """
+    factory = check_options(name, **options)
     try:
         environment: Any = factory(**options)
     except UserError:

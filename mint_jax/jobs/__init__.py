@@ -14,4 +14,27 @@ JOBS = {
     "schedule": "mint_jax.jobs.schedule",
     "sweep": "mint_jax.jobs.sweep",
 }
+BENCHES = (  # modules of ``mint_jax.bench``
+    "train_vs_peft",
+    "concurrent_grpo",
+    "handoff",
+    "moe_step",
+    "kernels",
+    "tune_kernels",
+    "load_base",
+    "packed_load",
+    "catalog_scale",
+    "switch",
+    "revision_stores",
+    "engine",
+    "active_wave",
+    "train_wave",
+    "cold_staircase",
+    "hot_set",
+    "fleet_model",
+    "journal",
+    "service",
+    "service_load",
+    "decode_vs_vllm",
+)
 ALONE = ("bench", "pretrain", "schedule", "sweep")  # run in one process: files in, files out, or a measurement of one machine

@@ -8,46 +8,22 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from mint_jax.errors import choice
-from mint_jax.jobs import common, grpo, settings
+from mint_jax.jobs import BENCHES, common, grpo, options, settings
 from mint_jax.jobs.common import Config
 from mint_jax.models.base import Base
-
-BENCHES = (
-    "train_vs_peft",
-    "concurrent_grpo",
-    "handoff",
-    "moe_step",
-    "kernels",
-    "tune_kernels",
-    "load_base",
-    "packed_load",
-    "catalog_scale",
-    "switch",
-    "revision_stores",
-    "engine",
-    "active_wave",
-    "train_wave",
-    "cold_staircase",
-    "hot_set",
-    "fleet_model",
-    "journal",
-    "service",
-    "service_load",
-    "decode_vs_vllm",
-)
 
 
 def open_base(config: Config | dict[str, Any]) -> Base:
     """``common.open_base`` of a bench's config or of its plain form, which crosses to another process."""
-    known, fields = [f.name for f in dataclasses.fields(settings.OnBase)], ConfigDict(config)
+    known, fields = [f.name for f in dataclasses.fields(options.OnBase)], ConfigDict(config)
     mine = ConfigDict({name: fields[name] for name in known if name in fields})
-    settings.fill(settings.OnBase, mine)
+    settings.fill(options.OnBase, mine)
     return common.open_base(mine)
 
 
 def make_grpo(fields: dict[str, Any], base: Base) -> grpo.ConcurrentGrpo:
     """The GRPO job of a plain config, which may have a bench's own settings besides."""
-    known = [f.name for f in dataclasses.fields(grpo.Settings)]
+    known = [f.name for f in dataclasses.fields(options.Grpo)]
     config = settings.complete(ConfigDict({name: fields[name] for name in known if name in fields} | {"job": "grpo"}))
     return grpo.ConcurrentGrpo(config, base)
 

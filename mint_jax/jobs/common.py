@@ -16,20 +16,19 @@ from typing import Any
 import jax
 import numpy as np
 
-from mint_jax import host, mesh, multihost
+from mint_jax import host, mesh, multihost, trackers
 from mint_jax.bench import stamp
 from mint_jax.data.order import epoch_indices
 from mint_jax.errors import UserError
 from mint_jax.files import write_file
-from mint_jax.jobs import hold, settings
+from mint_jax.jobs import hold, preflight, settings
 from mint_jax.jobs.settings import Config, build
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.metrics import Progress
 from mint_jax.models import base as base_lib
 from mint_jax.models.base import Base
 from mint_jax.models.config import Kernels
-from mint_jax.train.state import OptimizerConfig
-from mint_jax.train.trainer import LossConfig, PolicyConfig
+from mint_jax.train.config import LossConfig, OptimizerConfig, PolicyConfig
 
 # a resumed run may differ in these
 FREE_TO_CHANGE = (
@@ -63,12 +62,12 @@ def say(message: str) -> None:
 
 
 def save_result(result: dict[str, Any], workdir: Path, config: Config) -> None:
-    """Writes ``result.json``, with the stamp that says where it comes from.
+    """Writes ``result.json``, with the stamp that says where it comes from at its end.
 
     A result that has its stamp already, of a run that was finished before, keeps it.
     """
     if multihost.is_main():
-        write_file(workdir / "result.json", json.dumps({"stamp": stamp.stamp(plain(config))} | result) + "\n")
+        write_file(workdir / "result.json", json.dumps(result | {"stamp": result.get("stamp") or stamp.stamp(plain(config))}) + "\n")
 
 
 def save_config(config: Config, workdir: Path) -> None:
@@ -96,6 +95,7 @@ def claim_workdir(config: Config, workdir: Path) -> None:
     Raises:
         UserError: the workdir holds steps of another config, or a living process has it.
     """
+    trackers.check({name: config[name] for name in preflight.TRACKERS})
     hold.refuse_if_held(workdir)
 
     def look() -> None:
@@ -248,17 +248,3 @@ def encode(base: Base, prompt: Any) -> list[int]:
     """Token ids of a prompt: text as it is, messages through the chat template with the reply's opening."""
     tokenizer = base.need_tokenizer()
     return tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.encode_chat(list(prompt))
-
-
-def paths(config: Config) -> tuple[Path, Path]:
-    """``config.input``, which must exist, and ``config.output``.
-
-    Raises:
-        UserError: either is not set, or the input does not exist.
-    """
-    for name in ("input", "output"):
-        if not config[name]:
-            raise UserError(f"{name} is empty: set --config.{name}=FILE.jsonl")
-    if not Path(config.input).is_file():
-        raise UserError(f"input {config.input} does not exist: set --config.input to a JSONL file")
-    return Path(config.input), Path(config.output)

@@ -1,6 +1,5 @@
 """Direct preference optimisation of many policies at once (arXiv 2305.18290); the reference is by default where each began."""
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,40 +8,15 @@ import numpy as np
 
 from mint_jax.data import chat
 from mint_jax.envs.env import Example
-from mint_jax.jobs import settings, supervised
+from mint_jax.jobs import supervised
 from mint_jax.jobs.common import Config, PolicyData
 from mint_jax.jobs.sft import from_env as answers_of
 from mint_jax.jobs.sft import group_of, sequence_logprobs
 from mint_jax.models.base import Base
 from mint_jax.train.batch import Group
-from mint_jax.train.trainer import LossConfig, Trainer
+from mint_jax.train.trainer import Trainer
 
 KIND = "dpo"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Policy(supervised.Policy):
-    """What a policy of this job has.
-
-    Attributes:
-        loss: of pairs. ``dpo_beta`` says how far the policy may leave its reference: the larger, the less.
-    """
-
-    loss: LossConfig = LossConfig(kind=KIND)
-
-    def __post_init__(self):
-        supervised.check_kind(self.loss, KIND, "dpo")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(settings.Training):
-    """What the job has.
-
-    Attributes:
-        policies: by name.
-    """
-
-    policies: dict[str, Policy]
 
 
 def to_group(base: Base, row: dict[str, Any], where: str, append_eos: bool) -> Group:

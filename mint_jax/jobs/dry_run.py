@@ -6,13 +6,13 @@ from typing import Any
 
 import jax
 
+from mint_jax import mesh, trackers
 from mint_jax import params as params_lib
-from mint_jax.jobs import JOBS, common
+from mint_jax.jobs import JOBS, common, preflight
 from mint_jax.jobs.common import Config
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
-from mint_jax.models import base as base_lib
-from mint_jax.models import hf, stored, transformer
+from mint_jax.models import hf, names, stored, transformer
 from mint_jax.models.base import DTYPES
 from mint_jax.models.config import read_config
 from mint_jax.train import state as state_lib
@@ -32,9 +32,12 @@ def describe(config: Config, workdir: Path) -> dict[str, Any]:
     module = importlib.import_module(JOBS[config.job])
     about = (module.__doc__ or "").split("\n\n")[0].replace("\n", " ")
     out: dict[str, Any] = {"runs": f"{module.__name__}: {about}", "workdir": str(workdir), "config": common.plain(config)}
+    if "wandb" in config:
+        trackers.check({name: config[name] for name in preflight.TRACKERS})
     if "base" not in config or "quantise" not in config:
         return out
-    directory = base_lib.local(config.base)
+    mesh.make_mesh(dict(config.mesh))
+    directory = names.local(config.base)
     if directory is None:
         return out | {"bytes": None, "why": f"base {config.base} is not on this machine yet; the job fetches it"}
     cfg = read_config(directory)

@@ -26,8 +26,8 @@ from mint_jax.jobs import agreement, catalogs, common, report, settings
 from mint_jax.jobs.adapters import AdapterSource
 from mint_jax.jobs.catalogs import JobCatalog, Named
 from mint_jax.jobs.common import Config
-from mint_jax.jobs.grpo import Sampling, checked_reward
-from mint_jax.jobs.settings import Count, Natural, Place
+from mint_jax.jobs.grpo import checked_reward
+from mint_jax.jobs.options import GrpoSampling
 from mint_jax.lora.tree import Slot, Stacks
 from mint_jax.metrics import Progress
 from mint_jax.models.base import Base
@@ -35,36 +35,6 @@ from mint_jax.residency.pool import Held, Pool
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Completion, Request
 from mint_jax.rollout.score import Scorer
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(settings.WithCatalog):
-    """What the job has.
-
-    Attributes:
-        env: the task.
-        seed: completion i of example k draws from a hash of seed + k * samples and i.
-        examples: held-out examples at most.
-        samples: completions an example.
-        adapters: label -> policy@alias, policy@12, a digest or a PEFT directory; empty is the base.
-        sampling: how completions are drawn.
-        max_rows: rows that are sampled together.
-        cache_gib: of the sampler's cache, GiB at most; 0: one on a CPU, most of the free memory elsewhere.
-        slots: adapters in one batch, and on the device at once.
-        reward_timeout: seconds that the reward of one completion may take; 0: any time.
-    """
-
-    env: settings.Env
-    seed: Natural = 0
-    examples: Count = 30
-    samples: Count = 4
-    adapters: dict[str, Place]
-    sampling: Sampling | None = None
-    max_rows: Count = 64
-    cache_gib: float = 0.0
-    slots: Count = 64
-    reward_timeout: float = scoring.TIMEOUT_S
-
 
 BASE = ""  # the adapter's name where the bare base is meant
 
@@ -81,7 +51,7 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     name = options.pop("name")
     environment = env_lib.make(name, **options)
     examples = environment.held_out[: config.examples]
-    common.build(Sampling, _given(config), "sampling")
+    common.build(GrpoSampling, _given(config), "sampling")
     base = common.open_base(config)
     with catalogs.reading(config) as catalog:
         names = [text for text in dict.fromkeys(config.adapters.values()) if text]
@@ -147,7 +117,7 @@ def _given(config: Config) -> dict[str, Any]:
 
 def _samplings(
     config: Config, names: Sequence[str], revisions: Mapping[str, Named], catalog: JobCatalog | None
-) -> dict[str, tuple[Sampling, str]]:
+) -> dict[str, tuple[GrpoSampling, str]]:
     """How each adapter and the base are sampled, and where that is from."""
 
     def recorded() -> dict[str, dict[str, Any] | None]:
@@ -165,16 +135,16 @@ def _samplings(
             where = "its training" if source == text else f"the training of {source}"
         if given:
             where = f"the config ({', '.join(sorted(given))}), else {where}"
-        out[text] = common.build(Sampling, (trained[source] if source is not None else {}) | given, "sampling"), where
+        out[text] = common.build(GrpoSampling, (trained[source] if source is not None else {}) | given, "sampling"), where
     return out
 
 
-def _requests(config: Config, base: Base, sampling: Sampling, examples: Sequence[Example]) -> list[Request]:
+def _requests(config: Config, base: Base, sampling: GrpoSampling, examples: Sequence[Example]) -> list[Request]:
     """One for every example, for the bare base."""
     n, first, ends = config.samples, config.seed, base.need_tokenizer().eos_ids
     prompts = [tuple(common.encode(base, example.messages)) for example in examples]
     multihost.require_same("the prompts", lambda: prompts)
-    return [sampling.request(prompt=p, n=n, seed=first + i * n, stop_ids=ends) for i, p in enumerate(prompts)]
+    return [Request(**sampling.drawing, prompt=p, n=n, seed=first + i * n, stop_ids=ends) for i, p in enumerate(prompts)]
 
 
 Completions = dict[str, list[list[Completion]]]

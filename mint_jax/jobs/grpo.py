@@ -25,8 +25,8 @@ from mint_jax.errors import UserError
 from mint_jax.jobs import adapters, common, report, settings
 from mint_jax.jobs.catalogs import JobCatalog
 from mint_jax.jobs.common import Config
+from mint_jax.jobs.options import GrpoSampling
 from mint_jax.jobs.recorder import Snapshot
-from mint_jax.jobs.settings import Count, Natural, Place
 from mint_jax.jobs.training import TrainingRun
 from mint_jax.lora.tree import Slot, Stacks
 from mint_jax.models import base as base_lib
@@ -34,141 +34,10 @@ from mint_jax.models import router
 from mint_jax.models.base import DTYPES, Base
 from mint_jax.residency.pool import Held
 from mint_jax.rollout.engine import Engine
-from mint_jax.rollout.request import Completion, Request, check_ranges
+from mint_jax.rollout.request import Completion, Request
 from mint_jax.train import advantages, schedule
 from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.trainer import Trainer
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-    """How a policy's rollouts are drawn and turned into a batch.
-
-    Attributes:
-        prompts: prompts a step.
-        group_size: rollouts a prompt.
-        max_tokens, stop: see ``rollout.request.Request``.
-        temperature: above 0 in training, which is of the distribution that is sampled: log-probabilities of ``logits / temperature``.
-        top_k, top_p, min_p: off in training. A filter's support moves with the policy, so that the gradient of what it draws is not that of
-            the renormalised probabilities: such rollouts cannot train.
-        baseline, divide_by_std, normalisation: see ``train.advantages``.
-        updates: optimizer updates on the same rollouts; more than 1 makes the later ones off-policy.
-        replay: train through the experts that the sampler visited (R3); without effect on a base that has none.
-    """
-
-    prompts: int = 8
-    group_size: int = 8
-    max_tokens: int = 16
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    stop: tuple[str, ...] = ()
-    baseline: str = "group_mean"
-    divide_by_std: bool | None = None
-    normalisation: str = "token"
-    updates: int = 1
-    replay: bool = True
-
-    def __post_init__(self):
-        if min(self.prompts, self.group_size, self.max_tokens, self.updates) < 1:
-            raise UserError(f"{self}: prompts, group_size, max_tokens and updates must be at least 1")
-        check_ranges(self, "sampling.")
-        advantages.group_advantages(np.zeros((1, self.group_size)), self.baseline)  # refuses now what it would refuse later
-        advantages.token_weights([1], self.normalisation)
-
-    def check_trains(self) -> None:
-        """Refuses rollouts that cannot train; ``evaluate`` may draw as it likes.
-
-        Raises:
-            UserError: greedy rollouts, or filtered ones.
-        """
-        if not 1e-30 <= self.temperature <= 1e30:
-            raise UserError(
-                f"sampling.temperature is {self.temperature}; rollouts that train are drawn: set a "
-                "number above 0, 1e-30 to 1e30 (0 is greedy, and has no gradient)"
-            )
-        for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
-            if getattr(self, name) != off:
-                raise UserError(
-                    f"sampling.{name} is {getattr(self, name)}; rollouts that train are drawn from the whole distribution, a filter's "
-                    f"choice has no gradient: leave {name} at {off}, and lower the temperature for likelier tokens"
-                )
-
-    @property
-    def drawing(self) -> dict[str, Any]:
-        """What decides how tokens are drawn."""
-        return {name: getattr(self, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "min_p", "stop")}
-
-    def request(self, **changes: Any) -> Request:
-        """A request with these settings."""
-        return Request(**(self.drawing | changes))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Policy(settings.Policy):
-    """What a policy of this job has.
-
-    Attributes:
-        env: its task.
-        sampling: how its rollouts are drawn and turned into a batch.
-        rollout_revision: a revision or PEFT directory that its rollouts are drawn from; empty: the policy as it is.
-    """
-
-    env: settings.Env
-    sampling: Sampling = Sampling()
-    rollout_revision: Place = ""
-
-    def __post_init__(self):
-        self.sampling.check_trains()
-        if "advantages" not in self.loss.needs:
-            raise UserError(f"loss.kind is {self.loss.kind!r}, which rewards do not enter: choose ppo, say, or job sft or dpo")
-
-
-@dataclasses.dataclass(frozen=True)
-class HeldOut:
-    """How policies are evaluated before and after training.
-
-    Attributes:
-        examples: held-out prompts at most.
-        samples: completions a prompt.
-    """
-
-    examples: Count = 24
-    samples: Count = 4
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(settings.Training):
-    """What the job has.
-
-    Attributes:
-        schedule: how steps of different policies share the devices: sequential, overlapped or batched.
-        cohorts: groups of policies that take turns, with schedule batched.
-        reward_workers: threads that compute rewards.
-        reward_timeout: seconds that the reward of one completion may take; 0: any time.
-        max_rows: rows that are sampled together.
-        cache_gib: of the sampler's cache, GiB at most; 0: one on a CPU, most of the free memory elsewhere.
-        keep_rollouts: rollouts of this many last steps are kept in the catalog; 0 keeps none.
-        eval: how policies are evaluated before and after training.
-        router_noise: spread of the noise on the weights of the trainer's routers, for studies of replay.
-        trainer_dtype: of a base of the trainer's own, where it is to differ from the sampler's, for the same studies.
-        trainer_quantise: of that base: int8, float8, or empty for none; not set: as the sampler's.
-        policies: by name.
-    """
-
-    schedule: str = "batched"
-    cohorts: Count = 1
-    reward_workers: Count = 4
-    reward_timeout: float = scoring.TIMEOUT_S
-    max_rows: Count = 256
-    cache_gib: float = 0.0
-    keep_rollouts: Natural = 8
-    eval: HeldOut = HeldOut()
-    router_noise: float = 0.0
-    trainer_dtype: str = ""
-    trainer_quantise: str | None = None
-    policies: dict[str, Policy]
 
 
 @dataclasses.dataclass
@@ -176,7 +45,7 @@ class Member(common.PolicyData):
     """One policy of the run: prompts as token ids, its task, and how it samples it."""
 
     env: Environment
-    sampling: Sampling
+    sampling: GrpoSampling
 
 
 def members_of(config: Config, base: Base) -> list[Member]:
@@ -185,7 +54,7 @@ def members_of(config: Config, base: Base) -> list[Member]:
     for name, section in config.policies.items():
         options = dict(section.env)
         environment = env_lib.make(options.pop("name"), **options)
-        sampling = common.build(Sampling, section.get("sampling", {}), f"policies.{name}.sampling")
+        sampling = common.build(GrpoSampling, section.get("sampling", {}), f"policies.{name}.sampling")
         prompts = [common.encode(base, e.messages) for e in environment.train]
         held_out = [common.encode(base, e.messages) for e in environment.held_out[: config.eval.examples]]
         longest = max(map(len, prompts + held_out))
@@ -278,7 +147,7 @@ class ConcurrentGrpo:
             for index, seed in order[name]:
                 adapter, prompt = slots[name], tuple(m.train[index])
                 fields = {"adapter": adapter, "n": m.sampling.group_size, "seed": seed, "stop_ids": self.stop_ids} | self._drawn_by(name)
-                requests.append(m.sampling.request(prompt=prompt, **fields))
+                requests.append(Request(**m.sampling.drawing, prompt=prompt, **fields))
                 out[name].examples.append(m.env.train[index])
                 out[name].prompts.append(m.train[index])
                 owners.append(name)
@@ -330,7 +199,7 @@ class ConcurrentGrpo:
         for name, m in members.items():
             where = {"adapter": self.trainer.slots[name], "version": self.trainer.versions[name], "stop_ids": self.stop_ids}
             for i, prompt in enumerate(m.held_out):
-                requests.append(m.sampling.request(prompt=tuple(prompt), n=n, seed=i * n, **where))
+                requests.append(Request(**m.sampling.drawing, prompt=tuple(prompt), n=n, seed=i * n, **where))
                 owners.append((name, i))
         progress = metrics.Progress("evaluating", len(requests))
         results = self.engine.generate(requests, self.trainer.stacks, lambda done, _: progress.update(done, "prompts"))
@@ -379,7 +248,7 @@ def checked_reward(name: str, env: Environment, completion: Completion, example:
     return scoring.score(name, env, completion.text or "", example)
 
 
-def rollout_groups(sampling: Sampling, rollout: Rollout, rewards_QG: np.ndarray) -> list[Group]:
+def rollout_groups(sampling: GrpoSampling, rollout: Rollout, rewards_QG: np.ndarray) -> list[Group]:
     """Scored rollouts -> groups to train on; a prompt whose rollouts all earned the same has advantage 0."""
     advantage = advantages.group_advantages(rewards_QG, sampling.baseline, sampling.divide_by_std)
     lengths = [len(c.tokens) for group in rollout.completions for c in group]
@@ -396,7 +265,7 @@ def rollout_groups(sampling: Sampling, rollout: Rollout, rewards_QG: np.ndarray)
     return groups
 
 
-def rollout_metrics(sampling: Sampling, rollout: Rollout, rewards_QG: np.ndarray) -> dict[str, float]:
+def rollout_metrics(sampling: GrpoSampling, rollout: Rollout, rewards_QG: np.ndarray) -> dict[str, float]:
     """Of scored rollouts: ``reward`` and its spread within a prompt, tokens of a completion, the share cut off at ``max_tokens`` and that
     of prompts whose completions have no advantage (nothing is learned there), and the entropy of a token in nats, estimated by
     the mean of ``-log p`` of those drawn."""
@@ -484,22 +353,23 @@ def _run(config: Config, workdir: Path, job: ConcurrentGrpo, run: TrainingRun, u
                 continue
             scored = unit.scored()
             drawn_by = {name: _drawn_by(run, name, rollout) for name, (rollout, _) in scored.items()} if run.keeps_rollouts else {}
-            rows = job.update(scored)
-            for name, revision in drawn_by.items():
-                run.keep(name, unit.step, revision, functools.partial(as_record, *scored[name]))
-            for name, row in rows.items():
-                history[name].append(row["reward"])
-                run.notes["mismatch"][name].append([row["gap"], row.get("out_of_route")])
-            run.notes["spent"] = {
-                "train_s": spent["train_s"] + time.monotonic() - clock,
-                "sampled_tokens": spent["sampled_tokens"] + job.tokens,
-            }
-            scores = {name: reward for name, (reward, _) in job.evaluate(unit.names).items()} if run.measures(unit.step) else {}
-            for name, score in scores.items():
-                rows[name]["held_out_reward"] = score
-            rewards = " ".join(f"{n}={history[n][-1]:.2f}" for n in names if history[n])
-            speed = job.tokens / (time.monotonic() - clock)
-            run.record(unit.step, rows, f"step {unit.step + 1}: reward {rewards}, {speed:.0f} sampled tokens/s", scores)
+            with run.updating():
+                rows = job.update(scored)
+                for name, revision in drawn_by.items():
+                    run.keep(name, unit.step, revision, functools.partial(as_record, *scored[name]))
+                for name, row in rows.items():
+                    history[name].append(row["reward"])
+                    run.notes["mismatch"][name].append([row["gap"], row.get("out_of_route")])
+                run.notes["spent"] = {
+                    "train_s": spent["train_s"] + time.monotonic() - clock,
+                    "sampled_tokens": spent["sampled_tokens"] + job.tokens,
+                }
+                scores = {name: reward for name, (reward, _) in job.evaluate(unit.names).items()} if run.measures(unit.step) else {}
+                for name, score in scores.items():
+                    rows[name]["held_out_reward"] = score
+                rewards = " ".join(f"{n}={history[n][-1]:.2f}" for n in names if history[n])
+                speed = job.tokens / (time.monotonic() - clock)
+                run.record(unit.step, rows, f"step {unit.step + 1}: reward {rewards}, {speed:.0f} sampled tokens/s", scores)
     revisions = run.close()
     after = job.evaluate()
     before = run.notes["before"]
@@ -521,19 +391,18 @@ def _run(config: Config, workdir: Path, job: ConcurrentGrpo, run: TrainingRun, u
             }
         )
     if multihost.is_main():
-        report.policies_table(rows)
         for name in names:
             report.completions(name, job.members[name].env.held_out, before[name][1], after[name][1], 2)
         report.reward_curves(history, {r["name"]: (r["reward_before"], r["reward_after"]) for r in rows}, workdir / "rewards.png")
     common.say(f"reward curves: {workdir / 'rewards.png'}; revisions: {run.catalog.place}")
     return {
         "job": "grpo",
+        "policies": rows,
         "schedule": config.schedule,
         "wall_s": round(time.monotonic() - began, 1),
         "train_s": round(run.notes["spent"]["train_s"], 1),
         "device_busy": round(phases.timing.busy, 3),
         "sampled_tokens": run.notes["spent"]["sampled_tokens"],
-        "policies": rows,
         "catalog": run.catalog.place,
         "rss_bytes": host.peak_rss_bytes(),
     }

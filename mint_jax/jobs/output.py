@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mint_jax import multihost
+from mint_jax import interrupts, multihost
 from mint_jax.data.sources import Row, json_line, write_rows
 from mint_jax.errors import Interrupted, UserError
 
@@ -52,6 +52,7 @@ class Output:
             raise
 
     def __enter__(self) -> "Output":
+        interrupts.standing(self._done)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:

@@ -4,7 +4,6 @@ No package brings real weights of a sparse model, so this is where tests and exa
 parameters train, on one device and in float32; the tokenizer has one token per character.
 """
 
-import dataclasses
 import functools
 import json
 import time
@@ -24,34 +23,9 @@ from mint_jax.errors import UserError
 from mint_jax.files import new_directory
 from mint_jax.jobs import common
 from mint_jax.jobs.common import Config, say
-from mint_jax.jobs.settings import Count, Natural
 from mint_jax.models import hf, transformer
 from mint_jax.models.config import ModelConfig, from_hf
 from mint_jax.models.precision import as_stored
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What the job has.
-
-    Attributes:
-        job: what to run.
-        seed: of weights and data order.
-        steps: updates.
-        batch_size: examples of an update.
-        learning_rate: peak value.
-        envs: tasks, each a dict with a name and that environment's options.
-        model: fields of the model's config.json; the vocabulary is that of the characters.
-    """
-
-    job: str
-    seed: Natural = 0
-    steps: Count
-    batch_size: Count = 64
-    learning_rate: float = 3e-3
-    envs: tuple[Any, ...]
-    model: dict[str, Any]
-
 
 END, UNKNOWN = "<end>", "<unknown>"
 ALPHABET = "\n" + "".join(map(chr, range(32, 127)))

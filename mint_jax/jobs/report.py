@@ -1,6 +1,7 @@
 """Results as people look at them: tables on the terminal and pictures."""
 
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +15,21 @@ from mint_jax.envs.env import Example
 _console = Console(stderr=True, highlight=False)
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Prints a table; numbers are right-aligned and never broken.
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], console: Console | None = None) -> None:
+    """Prints a table, on stderr if no console says otherwise; numbers are right-aligned and never broken.
 
     Columns that do not fit beside the others go to a further table, behind the first column again.
     """
+    console = console or _console
     shown: list[int] = []
-    anything = _console.options.update(max_width=1 << 16)  # a measure is cut to the width that is asked for
+    anything = console.options.update(max_width=1 << 16)  # a measure is cut to the width that is asked for
     for i in range(len(columns)):
         wider = _table(title, columns, rows, [*shown, i])
-        if len(shown) > 1 and Measurement.get(_console, anything, wider).minimum > _console.width:
-            _console.print(_table(title, columns, rows, shown))
+        if len(shown) > 1 and Measurement.get(console, anything, wider).minimum > console.width:
+            console.print(_table(title, columns, rows, shown))
             shown, title = [0], ""
         shown.append(i)
-    _console.print(_table(title, columns, rows, shown))
+    console.print(_table(title, columns, rows, shown))
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], shown: Sequence[int]) -> Table:
@@ -40,16 +42,25 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], sh
     return out
 
 
-def policies_table(rows: Sequence[dict[str, Any]]) -> None:
-    """Policy, rank, held-out reward before and after, adapter size."""
-    table(
-        "held-out reward",
-        ("policy", "rank", "before", "after", "adapter bytes", "% of base", "revision"),
-        [
-            (r["name"], r["rank"], r["reward_before"], r["reward_after"], r["adapter_bytes"], r["base_percent"], r["revision"][:12])
-            for r in rows
-        ],
-    )
+def result(found: Mapping[str, Any], file: Path) -> None:
+    """Prints a job's result on stdout: each list of records as a table, then the single values, and where all of it is."""
+    records = {key: value for key, value in found.items() if isinstance(value, list) and value and isinstance(value[0], dict)}
+    for key, rows in records.items():
+        shown = [_named(row) for row in rows]
+        columns = [name for name, value in shown[0].items() if isinstance(value, int | float | str)]
+        cells = [[row.get(name, "") for name in columns] for row in shown]
+        table(f"{found.get('job', '')} {key}".strip(), columns, cells, Console(highlight=False))
+    single = [f"{key} {value}" for key, value in found.items() if isinstance(value, int | float | str) and key != "job"]
+    for line in textwrap.wrap(", ".join(single), 120, break_long_words=False, break_on_hyphens=False):
+        print(line)
+    print(f"result: {file}", flush=True)
+
+
+def _named(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A record whose revision goes by the name that commands take, ``policy@3``, in place of digest and number."""
+    if {"name", "number", "revision"} <= row.keys():
+        return {key: value for key, value in row.items() if key != "number"} | {"revision": f"{row['name']}@{row['number']}"}
+    return dict(row)
 
 
 def completions(name: str, examples: Sequence[Example], before: Sequence[str], after: Sequence[str], count: int) -> None:

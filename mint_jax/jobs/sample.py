@@ -18,16 +18,15 @@ from typing import Any
 
 from mint_jax.data.sources import numbered_rows
 from mint_jax.errors import UserError
-from mint_jax.jobs import adapters, catalogs, common, settings
+from mint_jax.jobs import adapters, catalogs, common, preflight, settings
 from mint_jax.jobs.common import Config
 from mint_jax.jobs.output import Output
 from mint_jax.jobs.score import check_row, made_from, tokens_of
-from mint_jax.jobs.settings import Count, Natural, Place
 from mint_jax.metrics import Progress
 from mint_jax.models.base import Base
 from mint_jax.residency.pool import Turn
 from mint_jax.rollout.engine import Engine
-from mint_jax.rollout.request import Completion, Request, check_ranges
+from mint_jax.rollout.request import Completion, Request
 
 SETTINGS = {  # per-line settings and their types
     "max_tokens": (int,),
@@ -54,76 +53,6 @@ SETTINGS = {  # per-line settings and their types
     "stop_ids": (list, tuple),
     "logit_bias": (dict,),
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-    """What a line may have of its own.
-
-    Attributes:
-        max_tokens: new tokens at most.
-        temperature: 0 is greedy.
-        top_k, top_p, min_p: filters, see ``rollout.sample.SamplingParams``.
-        repetition_penalty: divides logits above 0, and multiplies others, of all tokens of prompt and completion; 1: none.
-        frequency_penalty, presence_penalty: subtracted from the logit of a token for each time that the completion has it, and once.
-        ignore_eos: go on behind the checkpoint's end tokens.
-        top_logprobs: of so many of the likeliest tokens at each place the log-probabilities are written too.
-        prompt_logprobs: the log-probabilities of the prompt's tokens are written too.
-        top_prompt_logprobs: as ``top_logprobs``, at each place of the prompt.
-        prompt_alternatives: so many tokens are drawn at each place of the prompt, and written with their log-probabilities.
-        json_schema: the completion is JSON that this schema describes; a line may give it as an object.
-        regex: the completion matches this regular expression as a whole.
-        choice: the completion is one of these texts.
-        seed: completion i draws from a hash of seed and i; the same seed gives the same tokens in any batch.
-        n: completions of a line.
-        stop: strings that end a completion.
-        stop_ids: token ids that end a completion, beside the checkpoint's own.
-    """
-
-    max_tokens: Count = 64
-    temperature: float = 1.0
-    top_k: Natural = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    ignore_eos: bool = False
-    top_logprobs: Natural = 0
-    prompt_logprobs: bool = False
-    top_prompt_logprobs: Natural = 0
-    prompt_alternatives: Natural = 0
-    json_schema: str = ""
-    regex: str = ""
-    choice: tuple[str, ...] = ()
-    seed: int = 0
-    n: Count = 1
-    stop: tuple[str, ...] = ()
-    stop_ids: tuple[int, ...] = ()
-
-    def __post_init__(self):
-        check_ranges(self, "sampling.")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(settings.WithCatalog):
-    """What the job has.
-
-    Attributes:
-        input: JSONL file of prompts.
-        output: JSONL file of completions.
-        slots: adapters on the device at once, of each rank bucket; more take turns.
-        max_rows: rows that are sampled together.
-        cache_gib: of the sampler's cache, GiB at most; 0: one on a CPU, most of the free memory elsewhere.
-        sampling: of lines that do not say otherwise.
-    """
-
-    input: Place = ""
-    output: Place = ""
-    slots: Count = 64
-    max_rows: Count = 64
-    cache_gib: float = 0.0
-    sampling: Sampling = Sampling()
 
 
 OF_PROMPT = ("prompt_logprobs", "top_prompt_logprobs", "target_prompt_logprobs", "prompt_alternatives")
@@ -185,7 +114,7 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     """Samples ``config.input`` into ``config.output``; returns the result it prints."""
     settings.complete(config)  # a caller other than launch may leave settings out
     common.save_config(config, workdir)
-    source, path = common.paths(config)
+    source, path = preflight.files(config)
     places, rows = zip(*numbered_rows(source))
     with Output(path, len(rows), made_from(config, rows)) as output:
         todo = [n for n in range(len(rows)) if n not in output.rows]

@@ -5,7 +5,6 @@ the compiler's own memory figures, FLOPs, collectives and a roofline estimate ar
 process holds that both trains and samples.
 """
 
-import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,47 +22,10 @@ from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import transformer
 from mint_jax.models.base import DTYPES
-from mint_jax.models.config import Kernels, from_hf
+from mint_jax.models.config import from_hf
 from pallas_kernels import dispatch
 
 GIB = chips.GIB
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What the job has.
-
-    Attributes:
-        job: what to run.
-        base: what to call the model.
-        dtype: of the base: float32 or bfloat16.
-        topology: a pod, such as v5p:2x2x1, or smallest: the smallest of a chip's pods that holds everything.
-        chip: whose pods smallest tries.
-        mesh: how the devices are divided.
-        kernels: which implementation each of our own kernels has.
-        margin: of the memory of each device, to stay free.
-        hlo: write the compiled programs beside the result.
-        quantise: int8 or float8: the base's matrices in 8 bits; empty: as dtype says.
-        adapter: of every policy.
-        train: the training step.
-        rollout: sampling.
-        model: fields of the model's config.json.
-    """
-
-    job: str
-    base: str
-    dtype: str = "bfloat16"
-    topology: str
-    chip: str = "v5p"
-    mesh: settings.Mesh = settings.Mesh()
-    kernels: Kernels = Kernels()
-    margin: float = 0.05
-    hlo: bool = False
-    quantise: str = ""
-    adapter: AdapterConfig
-    train: TrainShape
-    rollout: RolloutShape
-    model: dict[str, Any]
 
 
 class Question:

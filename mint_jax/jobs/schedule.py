@@ -1,25 +1,11 @@
 """What adapters add to a tile of rows in the TPU compiler's static schedule: compiled, not run, and no time. No device is needed."""
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 from mint_jax.aot import schedule
 from mint_jax.jobs import common, report
 from mint_jax.jobs.common import Config, say
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What the job has.
-
-    Attributes:
-        job: what to run.
-        chips: pods whose chip is compiled for; of each the smallest that can be had.
-    """
-
-    job: str
-    chips: tuple[str, ...] = tuple(schedule.CHIPS)
 
 
 def run(config: Config, workdir: Path) -> dict[str, Any]:

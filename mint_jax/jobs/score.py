@@ -6,7 +6,6 @@ revision of ``config.catalog``). A result is ``{"id", "tokens", "logprobs"}`` wi
 resumed by the same command; see ``output``.
 """
 
-import dataclasses
 import difflib
 import json
 import time
@@ -19,10 +18,9 @@ import numpy as np
 from mint_jax.catalog.packed import digest_of
 from mint_jax.data.sources import numbered_rows
 from mint_jax.errors import UserError
-from mint_jax.jobs import adapters, catalogs, common, settings
+from mint_jax.jobs import adapters, catalogs, common, preflight, settings
 from mint_jax.jobs.common import Config
 from mint_jax.jobs.output import Output
-from mint_jax.jobs.settings import Count, Place
 from mint_jax.metrics import Progress
 from mint_jax.models.base import Base
 from mint_jax.residency.pool import Turn
@@ -40,23 +38,6 @@ def check_row(row: dict[str, Any], keys: Sequence[str], where: str) -> None:
     name = row.get("adapter")
     if name is not None and not isinstance(name, str):
         raise UserError(f"{where}: adapter is {name!r}; expected a PEFT directory or a revision's name, or null for the bare base")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(settings.WithCatalog):
-    """What the job has.
-
-    Attributes:
-        input: JSONL file of texts or tokens.
-        output: JSONL file of log-probabilities.
-        slots: adapters on the device at once, of each rank bucket; more take turns.
-        max_tokens: tokens of a batch, padding included.
-    """
-
-    input: Place = ""
-    output: Place = ""
-    slots: Count = 64
-    max_tokens: Count = 4096
 
 
 def tokens_of(base: Base, row: dict[str, Any], where: str) -> list[int]:
@@ -84,7 +65,7 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     """Scores ``config.input`` into ``config.output``; returns the result it prints."""
     settings.complete(config)  # a caller other than launch may leave settings out
     common.save_config(config, workdir)
-    source, path = common.paths(config)
+    source, path = preflight.files(config)
     places, rows = zip(*numbered_rows(source))
     with Output(path, len(rows), made_from(config, rows)) as output:
         todo = [n for n in range(len(rows)) if n not in output.rows]

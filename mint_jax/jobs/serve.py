@@ -4,7 +4,6 @@ When everything is compiled it prints one line, ``{"ready": true, "url": ...}``,
 acknowledged is in the workdir: the same command goes on with it.
 """
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -14,78 +13,8 @@ from mint_jax.errors import UserError
 from mint_jax.jobs import common, settings
 from mint_jax.jobs.common import Config
 from mint_jax.jobs.hold import Hold
-from mint_jax.jobs.settings import Count, Natural, Place
 from mint_jax.metrics import Progress
-from mint_jax.train.blocks import BlockShape
-from mint_jax.train.live import SHAPES
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(settings.WithCatalog):
-    """What the job has.
-
-    Attributes:
-        host: where it listens; other places than loopback need keys, and a certificate or a proxy that has one.
-        port: 0: any that is free.
-        name: what clients call the base; empty: as base says.
-        tokenizer: what Tinker's clients load the tokenizer by, a hub's name or a folder that they see; empty: the base's name.
-        peft_folder: below which /v1/load_lora_adapter may read PEFT adapters; empty: nowhere.
-        api_keys: folder of API keys, which python -m mint_jax.service.keys makes; empty: everybody may do everything, on loopback alone.
-        hosts: names by which a server without keys is reached beside localhost and its addresses, behind a proxy say; requests whose
-            Host header has another are refused.
-        certificate: file of a TLS certificate with its chain; empty: no TLS.
-        private_key: its file, where the certificate's has none.
-        behind_tls: a proxy before the server encrypts.
-        ranks: of policies: each takes the next of these, powers of two.
-        slots: of policies in training on the device, for each of ranks; further ones wait in memory and on the disk.
-        adapters: of revisions to be sampled on the device, for each of ranks.
-        shapes: blocks, rows, tokens and targets a position of the training steps there are.
-        max_rows: rows that are sampled together.
-        cache_gib: of the sampler's cache, GiB at most; 0: one on a CPU, most of the free memory elsewhere.
-        reuse_decoded: prompts that begin with what was drawn before, a chat's next turn say, are not read again as far as the cache has
-            them; log-probabilities behind it then depend on that in the last bits (by 2e-5 at most in float32).
-        host_gib: of idle policies' states in host memory, and of cached adapters, each.
-        gap_s: seconds that rows which decode wait for a training step at most, where any is as short.
-        idle_gap_s: the same while none decode.
-        snapshot_every: updates of a policy between two snapshots of its state.
-        snapshot_s: seconds after which one is taken all the same.
-        session_s: seconds without a sign of life after which a session ends, and its policies leave training.
-        body_mb: of a request's body, MB at most.
-        tenant_requests: of one tenant in flight; more are told to come back.
-        tenant_tokens: of one tenant's samples and training requests in flight, likewise; 0: any number. This and the next two are of
-            tenants of which quotas.json, beside the keys, says nothing else.
-        tenant_policies: of one tenant in training; 0: any number.
-        tenant_gib: of one tenant's named checkpoints and training states, GiB; 0: any number.
-    """
-
-    host: str = "127.0.0.1"
-    port: Natural = 8000
-    name: str = ""
-    tokenizer: Place = ""
-    peft_folder: Place = ""
-    api_keys: Place = ""
-    hosts: tuple[str, ...] = ()
-    certificate: Place = ""
-    private_key: Place = ""
-    behind_tls: bool = False
-    ranks: tuple[int, ...] = (32,)
-    slots: Count = 4
-    adapters: Count = 16
-    shapes: tuple[Any, ...] = tuple(tuple(shape) for shape in SHAPES)
-    max_rows: Count = 32
-    cache_gib: float = 0.0
-    reuse_decoded: bool = False
-    host_gib: float = 4.0
-    gap_s: float = 0.5
-    idle_gap_s: float = 2.0
-    snapshot_every: Count = 16
-    snapshot_s: float = 60.0
-    session_s: float = 86400.0
-    body_mb: Count = 256
-    tenant_requests: Count = 1000
-    tenant_tokens: Natural = 0
-    tenant_policies: Natural = 0
-    tenant_gib: float = 0.0
+from mint_jax.train.config import BlockShape
 
 
 def sizes_of(config: Config) -> Any:

@@ -1,7 +1,6 @@
-"""Settings as frozen dataclasses: they complete a config, check it, change it from the command line and list it.
+"""Reads, checks, changes and lists the settings that ``options`` declares as frozen dataclasses.
 
-A job's module declares ``Settings``; this one has the sections that several jobs share. ``launch`` fills what a config file leaves
-out, applies the command line's changes and checks the whole. What an annotation means:
+``launch`` fills what a config file leaves out, applies the command line's changes and checks the whole. What an annotation means:
 
 - a dataclass is a section; one that derives from ``Open`` also takes names that only its reader knows, such as an environment's;
 - ``dict[str, SomeDataclass]`` is a section for each name that the file gives, ``dict[str, T]`` takes any name;
@@ -15,7 +14,6 @@ import ast
 import dataclasses
 import difflib
 import functools
-import importlib
 import inspect
 import json
 import os
@@ -28,156 +26,13 @@ from typing import Annotated, Any
 from ml_collections import ConfigDict
 
 from mint_jax.errors import UserError, choice
-from mint_jax.jobs import JOBS
-from mint_jax.lora.config import AdapterConfig
-from mint_jax.models.config import Kernels
-from mint_jax.train.state import OptimizerConfig
-from mint_jax.train.trainer import LossConfig
+from mint_jax.jobs import options
+from mint_jax.jobs.options import Least, Open
 
 Config = Any  # a ConfigDict, whose own annotations know only JSON scalars
 
 
-@dataclasses.dataclass(frozen=True)
-class Least:
-    """The smallest value of a number, as an annotation."""
-
-    value: float
-
-
-Place = Annotated[str, "path"]
-Count = Annotated[int, Least(1)]
-Natural = Annotated[int, Least(0)]
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
-
-
-class Open:
-    """A section that takes names beyond its fields."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Mesh:
-    """How the devices are divided; one axis may be -1, whatever is left.
-
-    Attributes:
-        data: copies of the base; each takes a part of the rows.
-        fsdp: parts of the base's width, and of the rows.
-        expert: parts of the rows, and of routed experts.
-        tensor: parts of heads, ffw and vocabulary.
-    """
-
-    data: int = -1
-    fsdp: int = 1
-    expert: int = 1
-    tensor: int = 1
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class OnBase:
-    """What every job over a base has.
-
-    Attributes:
-        job: what to run.
-        base: a checkpoint directory, a hub's name for one, or the name of a packaged base.
-        dtype: storage and compute of the base: float32 or bfloat16.
-        quantise: int8 or float8 stores the matrices of the layers in 8 bits; empty: as dtype says.
-        as_stored: weights that the checkpoint has in 16 bits, or in blocks of 8 and 4, stay so on one CPU: the same numbers in fewer bytes.
-        mesh: how the devices are divided.
-        kernels: which implementation each of our own kernels has.
-    """
-
-    job: str
-    base: Place
-    dtype: str = "float32"
-    quantise: str = ""
-    as_stored: bool = True
-    mesh: Mesh = Mesh()
-    kernels: Kernels = Kernels()
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class WithCatalog(OnBase):
-    """What jobs over a base and a catalog have.
-
-    Attributes:
-        catalog: a folder or a database's URL; training makes WORKDIR/catalog where none is named.
-        payloads: folder, s3:// or gs:// of the payloads; empty: inside the catalog's folder.
-    """
-
-    catalog: Place = ""
-    payloads: Place = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Checkpoint:
-    """When training is saved.
-
-    Attributes:
-        every: steps from one checkpoint to the next.
-        keep: how many checkpoints stay.
-    """
-
-    every: Count = 10
-    keep: Count = 2
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Training(WithCatalog):
-    """What grpo, sft and dpo have.
-
-    Attributes:
-        seed: of data order, adapters and sampling; each policy's own derives from it and the policy's name.
-        steps: updates of each policy.
-        remat: what the backward pass keeps: a name in models.transformer.REMAT.
-        max_tokens_per_pass: tokens of one forward and backward pass; larger updates take several, of as many policies at once as fit, and
-            have temporaries for the gradients of those alone.
-        tenant: whose the policies are in the catalog.
-        export_every: steps from one revision to the next; the last step always exports.
-        eval_every: steps from one measurement on held-out data to the next, the best of which the alias best names; 0: none on the way.
-        checkpoint: when training is saved.
-        tensorboard: whether metrics are written for TensorBoard too.
-        wandb: a Weights & Biases project that gets them too; empty: none.
-        mlflow: an MLflow experiment that gets them too; empty: none.
-    """
-
-    seed: Natural = 0
-    steps: Count
-    remat: str = "names"
-    max_tokens_per_pass: Count = 16384
-    tenant: str = "default"
-    export_every: Count = 10
-    eval_every: Natural = 0
-    checkpoint: Checkpoint = Checkpoint()
-    tensorboard: bool = True
-    wandb: str = ""
-    mlflow: str = ""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Policy:
-    """What a policy in training has in every job.
-
-    Attributes:
-        adapter: shape and scale.
-        optimizer: AdamW and its schedule.
-        loss: what is minimised.
-        seed: in place of the one that derives from the run's and the policy's name.
-    """
-
-    adapter: AdapterConfig
-    optimizer: OptimizerConfig = OptimizerConfig()
-    loss: LossConfig = LossConfig()
-    seed: Natural | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class Env(Open):
-    """A task; further settings are the environment's own options.
-
-    Attributes:
-        name: a name in envs.env.REGISTRY, or module:factory.
-    """
-
-    name: str
 
 
 def settings_of(job: Any) -> type | None:
@@ -186,9 +41,9 @@ def settings_of(job: Any) -> type | None:
     Raises:
         UserError: no such job.
     """
-    if job not in JOBS:
-        raise choice("job", job, JOBS)
-    return getattr(importlib.import_module(JOBS[job]), "Settings", None)
+    if job not in options.OF_JOB:
+        raise choice("job", job, options.OF_JOB)
+    return options.OF_JOB[job]
 
 
 def complete(config: Config) -> Config:

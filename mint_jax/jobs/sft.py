@@ -1,6 +1,5 @@
 """Supervised fine-tuning of many policies at once: cross-entropy on the assistant's tokens."""
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,39 +8,14 @@ import numpy as np
 
 from mint_jax.data import chat
 from mint_jax.envs.env import Example
-from mint_jax.jobs import settings, supervised
+from mint_jax.jobs import supervised
 from mint_jax.jobs.common import Config, PolicyData
 from mint_jax.models.base import Base
 from mint_jax.rollout.score import Scorer
 from mint_jax.train.batch import Group, TrainSequence
-from mint_jax.train.trainer import LossConfig, Trainer
+from mint_jax.train.trainer import Trainer
 
 KIND = "cross_entropy"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Policy(supervised.Policy):
-    """What a policy of this job has.
-
-    Attributes:
-        loss: cross-entropy; ``kl`` keeps the policy near its reference, on the targets' tokens.
-    """
-
-    loss: LossConfig = LossConfig(kind=KIND)
-
-    def __post_init__(self):
-        supervised.check_kind(self.loss, KIND, "sft")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings(settings.Training):
-    """What the job has.
-
-    Attributes:
-        policies: by name.
-    """
-
-    policies: dict[str, Policy]
 
 
 def to_group(base: Base, row: dict[str, Any], where: str, append_eos: bool) -> Group:

@@ -16,68 +16,13 @@ from mint_jax.data import chat
 from mint_jax.data.sources import numbered_rows
 from mint_jax.envs import env as env_lib
 from mint_jax.envs.env import Example
-from mint_jax.errors import UserError, choice
+from mint_jax.errors import UserError
 from mint_jax.jobs import common, report, settings
 from mint_jax.jobs.common import Config, PolicyData
-from mint_jax.jobs.settings import Count, Natural, Open, Place
 from mint_jax.jobs.training import TrainingRun
 from mint_jax.models.base import Base
 from mint_jax.train.batch import Group
-from mint_jax.train.losses import KINDS
-from mint_jax.train.trainer import LossConfig, Trainer
-
-TOO_LONG = ("refuse", "cut", "drop")
-
-
-@dataclasses.dataclass(frozen=True)
-class Data(Open):
-    """What a policy learns from: a file, or an environment, whose options are further settings.
-
-    Attributes:
-        path: file of a form that ``data.sources`` reads, .jsonl or .parquet say, with rows as ``data.chat`` reads them.
-        held_out: this many first rows are not learned but measured; a tenth by default.
-        env: where no path is given: a name in envs.env.REGISTRY, or module:factory.
-        append_eos: end texts, and replies to prompts that are text, with the checkpoint's end token; chat templates end theirs.
-        max_tokens: of a row, prompt and answer together; 0: what the base's context holds.
-        too_long: what becomes of a longer row: refuse ends the run before it begins, cut drops what is beyond, drop the whole row.
-    """
-
-    path: Place = ""
-    held_out: Natural | None = None
-    env: str = ""
-    append_eos: bool = True
-    max_tokens: Natural = 0
-    too_long: str = "refuse"
-
-    def __post_init__(self):
-        if self.too_long not in TOO_LONG:
-            raise choice("too_long", self.too_long, TOO_LONG)
-        if not self.path and not self.env:
-            raise UserError("there is neither path nor env; expected path (a .jsonl or .parquet file) or env (an environment's name)")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Policy(settings.Policy):
-    """What a policy of these jobs has.
-
-    Attributes:
-        data: what it learns from.
-        batch_size: examples of an update.
-    """
-
-    data: Data
-    batch_size: Count = 8
-
-
-def check_kind(loss: LossConfig, kind: str, job: str) -> None:
-    """Refuses a loss that the job's data cannot feed: it has its own, and SFT registered ones of log-probabilities alone.
-
-    Raises:
-        UserError: with the job that has it.
-    """
-    if loss.kind != kind and (loss.kind in KINDS or not loss.needs <= {"ref_logp"} or kind != "cross_entropy"):
-        raise UserError(f"loss.kind is {loss.kind!r}, but job {job} minimises {kind!r}: drop loss.kind, or choose another job")
-
+from mint_jax.train.trainer import Trainer
 
 Row = dict[str, Any]
 
@@ -224,15 +169,18 @@ def _run(
         for step in range(first.pop(), config.steps):
             order = multihost.agree("data order", lambda step=step: {name: one.chosen(step) for name, one in data.items()})
             groups = {name: weighted([one.train[i] for i in order[name]]) for name, one in data.items()}
-            rows = trainer.update(groups)
-            for name, row in rows.items():
-                history[name].append(row[headline])
-            scores = {}
-            if run.measures(step):
-                for name, values in measure(trainer, data).items():
-                    rows[name] |= {f"held_out_{key}": value for key, value in values.items()}
-                    scores[name] = values[headline] if kind.higher else -values[headline]
-            run.record(step, rows, f"step {step + 1}: {headline} " + " ".join(f"{n}={r[headline]:.3f}" for n, r in rows.items()), scores)
+            with run.updating():
+                rows = trainer.update(groups)
+                for name, row in rows.items():
+                    history[name].append(row[headline])
+                scores = {}
+                if run.measures(step):
+                    for name, values in measure(trainer, data).items():
+                        rows[name] |= {f"held_out_{key}": value for key, value in values.items()}
+                        scores[name] = values[headline] if kind.higher else -values[headline]
+                run.record(
+                    step, rows, f"step {step + 1}: {headline} " + " ".join(f"{n}={r[headline]:.3f}" for n, r in rows.items()), scores
+                )
 
     revisions = run.close()
     after, before = measure(trainer, data), run.notes["before"]
@@ -247,15 +195,13 @@ def _run(
             {"name": name, "rank": rank, **measured, "adapter_bytes": run.adapter_bytes(name), "revision": digest, "number": number}
         )
     if multihost.is_main():
-        columns = [c for c in rows[0] if c not in ("revision", "number")]
-        report.table(f"{config.job}, held out", columns, [[r[c] for c in columns] for r in rows])
         report.curves(history, headline, workdir / f"{headline}.png")
     if any(math.isnan(v) for r in rows for v in r.values() if isinstance(v, float)):
         common.say("a metric is NaN: at least one policy diverged; lower its learning rate")
     return {
         "job": config.job,
-        "wall_s": round(time.monotonic() - began, 1),
         "policies": rows,
+        "wall_s": round(time.monotonic() - began, 1),
         "catalog": run.catalog.place,
         "rss_bytes": host.peak_rss_bytes(),
     }

@@ -9,33 +9,9 @@ from typing import Any
 
 from mint_jax.bench import stamp
 from mint_jax.errors import choice
-from mint_jax.jobs import common, hold, settings
+from mint_jax.jobs import common, hold, options, settings
 from mint_jax.jobs.common import Config, say
 from mint_jax.sweeps import grid, pictures, report, rows, runner
-from mint_jax.sweeps.grid import Grid, Picture, Reference
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What the job has.
-
-    Attributes:
-        job: what to run.
-        sweep: its name.
-        size: of the points, as the report names it.
-        claim: what it shows, in a sentence.
-        grids: points over a job each.
-        references: what others report.
-        pictures: what is drawn.
-    """
-
-    job: str
-    sweep: str
-    size: str
-    claim: str
-    grids: dict[str, Grid]
-    references: dict[str, Reference]
-    pictures: dict[str, Picture]
 
 
 def run(config: Config, workdir: Path) -> dict[str, Any]:
@@ -44,7 +20,7 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     Raises:
         UserError: a grid, reference or picture that does not fit the others.
     """
-    made = settings.check(Settings, settings.complete(config))
+    made = settings.check(options.Sweep, settings.complete(config))
     points = points_of(made)
     held = hold.Hold(workdir)
     try:
@@ -54,7 +30,7 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
         held.release()
 
 
-def _run(made: Settings, points: list[grid.Point], workdir: Path) -> dict[str, Any]:
+def _run(made: options.Sweep, points: list[grid.Point], workdir: Path) -> dict[str, Any]:
     records = runner.run_all(points, workdir, say)
     entries = [rows.entry_of(point, records, workdir) for point in points]
     failed = sum(entry["state"] == "failed" for entry in entries)
@@ -86,7 +62,7 @@ def _run(made: Settings, points: list[grid.Point], workdir: Path) -> dict[str, A
     }
 
 
-def points_of(made: Settings) -> list[grid.Point]:
+def points_of(made: options.Sweep) -> list[grid.Point]:
     """The points of a sweep's settings.
 
     Raises:

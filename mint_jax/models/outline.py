@@ -10,8 +10,9 @@ from mint_jax.errors import UserError
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import Projection
 from mint_jax.models import base as base_lib
-from mint_jax.models import hf, made, transformer
+from mint_jax.models import hf, transformer
 from mint_jax.models.config import ModelConfig, read_config
+from mint_jax.models.names import is_random
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +57,7 @@ def outline(name: str, fingerprint: str | None = None) -> Outline:
     """
     directory = base_lib.resolve(name)
     cfg = read_config(directory)
-    if made.named(name) or any(directory.glob("*.safetensors")):
+    if is_random(name) or any(directory.glob("*.safetensors")):
         found = _fingerprint(name, directory)
         if fingerprint is not None and fingerprint != found:
             raise UserError(f"base {name!r} has fingerprint {found[:12]}, not {fingerprint[:12]}: it is another base")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import numbers
 from typing import Any
 
 import numpy as np
@@ -11,21 +10,11 @@ from mint_jax.errors import UserError
 from mint_jax.lora.tree import Slot, Stacks, check_resident
 from mint_jax.models.base import Base
 from mint_jax.rollout.device import ALTERNATIVES
+from mint_jax.rollout.ranges import check_ranges
 
 MAX_STOP_IDS = 64  # of a request, those of special tokens among its stop strings included
 MAX_BIASES = 300  # as many as OpenAI's API takes
 MAX_BIAS = 1e30  # times the largest repetition penalty, still far within float32
-# Least, most, whether the least is excluded. Within them neither a logit nor an inverse leaves
-# float32 (XLA divides by multiplying with the inverse, and takes one below 1.2e-38 for 0).
-RANGES = {
-    "temperature": (0, 1e30, False),
-    "top_k": (0, 2**31 - 1, False),
-    "top_p": (0, 1, True),
-    "min_p": (0, 1, False),
-    "repetition_penalty": (1e-6, 1e6, False),
-    "frequency_penalty": (-1e6, 1e6, False),
-    "presence_penalty": (-1e6, 1e6, False),
-}
 
 
 class BadField(UserError):
@@ -49,8 +38,8 @@ class Request:
         adapter: None samples the bare base, or what residency has of ``revision``.
         n: completions wanted.
         max_tokens: new tokens at most.
-        temperature, top_k, top_p, min_p: see ``SamplingParams``; within ``RANGES``.
-        repetition_penalty, frequency_penalty, presence_penalty: see ``rollout.sample.Penalties``; within ``RANGES``.
+        temperature, top_k, top_p, min_p: see ``SamplingParams``; within ``ranges.RANGES``.
+        repetition_penalty, frequency_penalty, presence_penalty: see ``rollout.sample.Penalties``; within ``ranges.RANGES``.
         logit_bias: (token id, what is added to its logit), each id once.
         top_logprobs: of how many of the likeliest tokens at each place the log-probabilities are wanted.
         prompt_logprobs: whether the log-probabilities of the prompt's own tokens are wanted.
@@ -194,24 +183,6 @@ def check(request: Request, base: Base, stacks: Stacks, can_decode: bool) -> Non
         raise BadField(
             "stop_ids", f"a request stops at {count} token ids; at most {MAX_STOP_IDS} are possible: give the rest as stop strings"
         )
-
-
-def check_ranges(sampling: Any, prefix: str = "") -> None:
-    """Refuses settings outside ``RANGES``.
-
-    Args:
-        sampling: an object with some of these settings as attributes.
-        prefix: before the name of a setting in the error.
-
-    Raises:
-        UserError: with the setting's name, value and range.
-    """
-    for name, (least, most, above) in RANGES.items():
-        value = getattr(sampling, name, most)
-        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        if not is_number or not least <= value <= most or (above and value == least):
-            says = f"expected {least:g} {'<' if above else '<='} {name} <= {most:g}"
-            raise UserError(f"{prefix}{name} is {value!r}; {says}")
 
 
 def _check_biases(biases: tuple[tuple[int, float], ...], vocab: int) -> None:

@@ -5,7 +5,7 @@ other rows and padding change nothing.
 
 Filters are applied in this order, each on what the one before kept: temperature, top-k, top-p, min-p. Ties at the edge
 of a filter are kept, and the likeliest token passes every filter. Biases and then the three penalties come before all of
-them, see ``penalised``. Any settings within ``rollout.request.RANGES`` give finite log-probabilities and a token that
+them, see ``penalised``. Any settings within ``rollout.ranges.RANGES`` give finite log-probabilities and a token that
 passes the filters: a temperature that float32 cannot divide by (below 1.2e-38) is greedy.
 
 Axes: B rows, V vocab, C tokens drawn so far, n biases of a row, K alternatives of a token.

@@ -15,8 +15,8 @@ from mint_jax.errors import UserError
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.service.training import Trained
 from mint_jax.train.blocks import Datum
+from mint_jax.train.config import OptimizerConfig
 from mint_jax.train.losses import LossCoefs
-from mint_jax.train.state import OptimizerConfig
 
 ARRAYS = ("tokens", "targets", "weights", "advantages", "old_logp", "routes")
 

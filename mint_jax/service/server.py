@@ -57,8 +57,8 @@ from mint_jax.service.owned import Owned
 from mint_jax.service.provenance import Sequences
 from mint_jax.service.quotas import OverQuota, Quotas
 from mint_jax.service.weights import Weights
-from mint_jax.train.blocks import BlockShape
-from mint_jax.train.live import SHAPES, Live
+from mint_jax.train.config import SHAPES, BlockShape
+from mint_jax.train.live import Live
 
 ALPHA = 32.0  # of every adapter: its delta is scaled by 32 / rank, whatever its rank (Schulman et al. 2025, "LoRA without regret")
 PIECE_BYTES = 4 << 20  # of an adapter written into a slot between two turns of the loop

@@ -26,7 +26,7 @@ from mint_jax.service.futures import Conflict
 from mint_jax.service.server import Server
 from mint_jax.service.wire import forward_backward as wire_training
 from mint_jax.service.wire.reading import boolean, integer, mapping, number, sequence, text
-from mint_jax.train.state import OptimizerConfig
+from mint_jax.train.config import OptimizerConfig
 
 CLIENT_CONFIG = {
     "pjwt_auth_enabled": True,  # a key is exchanged for a token first; one that the SDK would not send otherwise, sk-..., too

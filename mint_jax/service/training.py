@@ -21,9 +21,9 @@ from mint_jax.service.costs import Costs, Payer
 from mint_jax.service.fairness import Counters
 from mint_jax.train import blocks
 from mint_jax.train.blocks import Datum, Work
+from mint_jax.train.config import KINDS, OptimizerConfig
 from mint_jax.train.live import Live
-from mint_jax.train.losses import KINDS, LossCoefs
-from mint_jax.train.state import OptimizerConfig
+from mint_jax.train.losses import LossCoefs
 
 
 class Trained(NamedTuple):

@@ -19,7 +19,8 @@ import numpy as np
 from mint_jax.errors import UserError
 from mint_jax.models.config import ModelConfig
 from mint_jax.train.batch import Batch
-from mint_jax.train.losses import KINDS, KL_KINDS, LossCoefs, Targets
+from mint_jax.train.config import KINDS, KL_KINDS, BlockShape
+from mint_jax.train.losses import LossCoefs, Targets
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,20 +106,6 @@ def check_loss(data: Sequence[Datum], loss: LossCoefs) -> None:
         for name in ("advantages", "old_logp"):
             if getattr(datum, name) is None:
                 raise UserError(f"datum {i} has no {name}; loss {kind!r} needs advantages and old_logp, the sampler's log-probabilities")
-
-
-class BlockShape(NamedTuple):
-    """A shape of one step: P blocks of B rows of T tokens, with K targets a position."""
-
-    blocks: int
-    rows: int
-    tokens: int
-    width: int = 1
-
-    @property
-    def size(self) -> int:
-        """Tokens, padding counted."""
-        return self.blocks * self.rows * self.tokens
 
 
 @dataclasses.dataclass(eq=False)

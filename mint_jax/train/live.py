@@ -33,13 +33,13 @@ from mint_jax.train import blocks as blocks_lib
 from mint_jax.train import one_slot
 from mint_jax.train import state as state_lib
 from mint_jax.train import step as step_lib
-from mint_jax.train.blocks import Block, BlockShape, Work
+from mint_jax.train.blocks import Block, Work
+from mint_jax.train.config import KINDS, SHAPES, BlockShape, OptimizerConfig
 from mint_jax.train.held import PARTS, Held, Spilled
-from mint_jax.train.losses import KINDS, LossCoefs
-from mint_jax.train.state import Hyper, OptimizerConfig, State
+from mint_jax.train.losses import LossCoefs
+from mint_jax.train.state import Hyper, State
 from mint_jax.train.step_times import StepTimes
 
-SHAPES = (BlockShape(1, 1, 256), BlockShape(8, 1, 256), BlockShape(1, 1, 1024), BlockShape(4, 1, 1024), BlockShape(1, 1, 1024, 32))
 COUNTS = ("steps", "tokens", "padded_tokens", "slots_written", "slots_read", "spills_written", "spills_read")  # shown from the start, as 0
 NO_LOSS = LossCoefs(KINDS.index("cross_entropy"), 0.0, np.inf, 0, 0.0, 0.0, np.inf, 0.0)  # type: ignore[arg-type]
 

@@ -45,9 +45,9 @@ import jax.numpy as jnp
 from flax import struct
 
 from mint_jax import ordered
-from mint_jax.errors import UserError, choice, own_traceback
+from mint_jax.errors import UserError, own_traceback
+from mint_jax.train.config import KINDS, KL_KINDS, Registered, known_kinds, registered
 
-KL_KINDS = ("none", "k1", "k3")
 MAX_LOG_RATIO = 20.0  # exp of a larger one would overflow in products
 
 
@@ -154,9 +154,7 @@ BUILT_IN: dict[str, LossFn] = {
     "gspo": lambda t: _ppo(t.sequence_ratio, t),
     "dro": _dro,
 }
-KINDS = tuple(BUILT_IN)
 CLIPPING = ("ppo", "gspo", "cispo")  # whose metrics count the tokens at which a clip binds
-_registered: dict[str, LossFn] = {}
 
 
 def register(name: str, fn: LossFn) -> None:
@@ -181,50 +179,36 @@ def register(name: str, fn: LossFn) -> None:
     if not callable(fn):
         raise UserError(f"loss {name!r} is {fn!r:.80}; expected a function of mint.Tokens that returns the loss of each token")
     try:
-        reads(fn)
+        found = reads(fn)
     except Exception as error:
         if isinstance(error, UserError):
             raise UserError(f"loss {name!r} {error}") from None
         what = f"loss {name!r} raised {type(error).__name__}: {error}: expected a function of mint.Tokens, in jax.numpy"
         raise UserError(f"{what}\n{own_traceback(error)}") from None
-    _registered[name] = fn
+    needed = {"old_logp" if read == "sampler_ratio" else read for read in found} & {"advantages", "old_logp", "ref_logp"}
+    registered[name] = Registered(fn, frozenset(needed))
 
 
 def name_of(fn: LossFn) -> str:
     """The name of a function among the registered losses; registers it where it has none."""
-    for name, known in _registered.items():
-        if known is fn:
+    for name, known in registered.items():
+        if known.fn is fn:
             return name
     own = re.sub(r"\W", "", getattr(fn, "__name__", "")) or type(fn).__name__
     own = "loss" if own == "lambda" else own
-    name = next(n for n in (own, *(f"{own}_{i}" for i in range(2, len(_registered) + 4))) if n not in known_kinds())
+    name = next(n for n in (own, *(f"{own}_{i}" for i in range(2, len(registered) + 4))) if n not in known_kinds())
     register(name, fn)
     return name
 
 
-def known_kinds() -> tuple[str, ...]:
-    """Names of all losses, registered ones last."""
-    return (*KINDS, *_registered)
-
-
-def needs(kind: str) -> frozenset[str]:
-    """What a loss needs of the data: among ``advantages``, ``old_logp``, ``ref_logp`` and ``pairs``."""
-    if kind == "dpo":
-        return frozenset(("ref_logp", "pairs"))
-    if kind not in known_kinds():
-        raise choice("loss", kind, known_kinds())
-    found = reads(BUILT_IN.get(kind) or _registered[kind])
-    return frozenset({"old_logp" if name == "sampler_ratio" else name for name in found} & {"advantages", "old_logp", "ref_logp"})
-
-
 def functions_of(kinds: Iterable[str]) -> tuple[LossFn, ...]:
     """The registered functions among these losses, in one order, as a program takes them."""
-    return tuple(_registered[kind] for kind in sorted(set(kinds)) if kind in _registered)
+    return tuple(registered[kind].fn for kind in sorted(set(kinds)) if kind in registered)
 
 
 def index_of(kind: str, custom: tuple[LossFn, ...] = ()) -> int:
     """``LossCoefs.kind`` of a loss in a program that has these registered functions."""
-    return KINDS.index(kind) if kind in KINDS else len(KINDS) + custom.index(_registered[kind])
+    return KINDS.index(kind) if kind in KINDS else len(KINDS) + custom.index(registered[kind].fn)
 
 
 @functools.lru_cache(maxsize=256)

@@ -17,50 +17,9 @@ import numpy as np
 import optax
 from flax import struct
 
-from mint_jax.errors import UserError, choice
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig, AdapterStack
-
-SCHEDULES = ("constant", "linear", "cosine")
-
-
-@dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW of one policy (arXiv 1711.05101) and its learning-rate schedule.
-
-    Attributes:
-        learning_rate: peak value.
-        b1, b2: decay of the first and second moment.
-        eps: beside the second moment's root.
-        weight_decay: decoupled, times the learning rate.
-        warmup_steps: linear from 0.
-        total_steps: where ``schedule`` ends.
-        schedule: after warm-up: ``constant``, or ``linear`` / ``cosine`` down to ``final_fraction`` of the peak at ``total_steps``.
-        final_fraction: see ``schedule``.
-        max_grad_norm: clip the policy's own global gradient norm; 0 switches it off.
-    """
-
-    learning_rate: float = 1e-4
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    max_grad_norm: float = 1.0
-    warmup_steps: int = 0
-    total_steps: int = 0
-    schedule: str = "constant"
-    final_fraction: float = 0.0
-
-    def __post_init__(self):
-        if self.schedule not in SCHEDULES:
-            raise choice("schedule", self.schedule, SCHEDULES)
-        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
-            raise UserError(
-                f"total_steps is {self.total_steps} and warmup_steps {self.warmup_steps}; "
-                f"schedule {self.schedule!r} needs total_steps > warmup_steps"
-            )
-        if not (self.learning_rate >= 0 and math.isfinite(self.learning_rate)):
-            raise UserError(f"learning_rate is {self.learning_rate}; expected a finite number >= 0")
+from mint_jax.train.config import SCHEDULES, OptimizerConfig
 
 
 @struct.dataclass

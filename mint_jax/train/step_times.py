@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 
-from mint_jax.train.blocks import BlockShape
+from mint_jax.train.config import BlockShape
 
 KEPT = 5  # measurements of a shape
 STALE_S = 60.0  # without a measurement, after which a shape's own say nothing about today's machine any more

@@ -4,7 +4,6 @@ The host-side object that jobs, benches and the service share. It owns the train
 prompts, no rewards.
 """
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -27,98 +26,24 @@ from mint_jax.train import losses, one_slot
 from mint_jax.train import state as state_lib
 from mint_jax.train import step as step_lib
 from mint_jax.train.batch import Batch, Group, Place, TrainSequence, mask_unrouted, pack, padded_tokens
+from mint_jax.train.config import KL_KINDS, LossConfig, PolicyConfig
 from mint_jax.train.held import Held
-from mint_jax.train.losses import KL_KINDS, LossCoefs, LossFn
-from mint_jax.train.state import Hyper, OptimizerConfig, State, TrainStack
+from mint_jax.train.losses import LossCoefs, LossFn
+from mint_jax.train.state import Hyper, State, TrainStack
 
 
-@dataclasses.dataclass(frozen=True)
-class LossConfig:
-    """One policy's loss; see ``losses`` for the formulas.
-
-    Attributes:
-        kind: a name in ``losses.KINDS``, or that of a loss registered with ``mint_jax.register_loss``.
-        clip_low, clip_high: how far below and above 1 the ratio of PPO, GSPO and CISPO may go. ``clip_low`` is by default 1, an
-            open side, for CISPO and 0.2 for the others; 1 + ``clip_high`` and 1 - ``clip_low`` are the bounds.
-        kl_kind, kl: KL to the reference.
-        band_low, band_high: tokens whose probability ratio of trainer to sampler is outside are masked; ``inf`` above and 0 below
-            switch it off.
-        dpo_beta: DPO only.
-        dro_beta: DRO only.
-        reference: what KL and DPO compare with: ``start``, the adapter that the policy began with (a fresh one is the base);
-            ``base``; or a revision's name.
-    """
-
-    kind: str = "ppo"
-    clip_low: float | None = None
-    clip_high: float = 0.2
-    kl_kind: str = "none"
-    kl: float = 0.0
-    band_low: float = 0.0
-    band_high: float = float("inf")
-    dpo_beta: float = 0.1
-    dro_beta: float = 0.05
-    reference: str = "start"
-
-    def __post_init__(self):
-        if not self.reference:
-            raise UserError("loss.reference is empty; expected 'start', 'base' or a revision's name")
-        if self.kind not in losses.known_kinds():
-            raise choice("loss", self.kind, losses.known_kinds())
-        if self.kl_kind not in KL_KINDS:
-            raise choice("kl_kind", self.kl_kind, KL_KINDS)
-        if self.kl_kind == "k1" and "advantages" not in losses.needs(self.kind):
-            raise UserError(f"kl_kind 'k1' adjusts advantages, which loss {self.kind!r} has none of: use 'k3' or 'none'")
-
-    @property
-    def low(self) -> float:
-        """``clip_low``, or that of the loss's paper."""
-        return self.clip_low if self.clip_low is not None else 1.0 if self.kind == "cispo" else 0.2
-
-    def coefs(self, custom: tuple[LossFn, ...] = ()) -> LossCoefs:
-        """This loss as numbers, for a program that has these registered losses."""
-        beta = self.dro_beta if self.kind == "dro" else self.dpo_beta
-        kinds = losses.index_of(self.kind, custom), KL_KINDS.index(self.kl_kind)
-        bounds = 1.0 - self.low, 1.0 + self.clip_high
-        return LossCoefs(kinds[0], *bounds, kinds[1], self.kl, self.band_low, self.band_high, beta)  # type: ignore[arg-type]
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """What the loss needs of the data, among ``advantages``, ``old_logp``, ``ref_logp`` and ``pairs``."""
-        also = {"ref_logp"} if self.kl_kind != "none" and self.kl != 0.0 else set()
-        return losses.needs(self.kind) | also | ({"old_logp"} if self.is_banded else set())
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether a reference's logprobs enter the loss."""
-        return "ref_logp" in self.needs
-
-    @property
-    def is_banded(self) -> bool:
-        """Whether a band masks tokens."""
-        return self.samples and (self.band_low > 0 or self.band_high < float("inf"))
-
-    @property
-    def samples(self) -> bool:
-        """Whether later updates on the same tokens are measured against the first."""
-        return self.kind not in ("cross_entropy", "dpo")
-
-
-@dataclasses.dataclass(frozen=True)
-class PolicyConfig:
-    """What defines one policy in training."""
-
-    name: str
-    adapter: AdapterConfig
-    optimizer: OptimizerConfig = OptimizerConfig()
-    loss: LossConfig = LossConfig()
-    seed: int = 0
+def _coefs(loss: LossConfig, custom: tuple[LossFn, ...]) -> LossCoefs:
+    """A loss as numbers, for a program that has these registered losses."""
+    beta = loss.dro_beta if loss.kind == "dro" else loss.dpo_beta
+    kinds = losses.index_of(loss.kind, custom), KL_KINDS.index(loss.kl_kind)
+    bounds = 1.0 - loss.low, 1.0 + loss.clip_high
+    return LossCoefs(kinds[0], *bounds, kinds[1], loss.kl, loss.band_low, loss.band_high, beta)  # type: ignore[arg-type]
 
 
 def stack_coefs(configs: Sequence[LossConfig], custom: tuple[LossFn, ...] = ()) -> LossCoefs:
     """``LossCoefs`` of ``[P]`` arrays."""
 
-    rows = [c.coefs(custom) for c in configs]
+    rows = [_coefs(c, custom) for c in configs]
     kinds = ("kind", "kl_kind")
     columns = (np.array([getattr(row, name) for row in rows], np.int32 if name in kinds else np.float32) for name in LossCoefs._fields)
     return LossCoefs(*columns)  # type: ignore[arg-type]

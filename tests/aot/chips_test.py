@@ -5,7 +5,6 @@ import math
 
 import jax
 import pytest
-from jax.experimental import topologies
 
 from mint_jax.aot import chips
 from mint_jax.errors import UserError
@@ -19,12 +18,37 @@ def test_names_grow():
         assert sizes == sorted(set(sizes)), kind
 
 
-@pytest.mark.parametrize(("name", "kind"), [("v5p:3x3", "v5p:2x2x1, "), ("v9:2x2", "tpu7x:4x8x8"), ("h200x8", "cuda:h200x8")])
+@pytest.mark.parametrize(("name", "kind"), [("v5p:3x3", "v5p-64, .*v5p:2x2x1, "), ("v9:2x2", "tpu7x:4x8x8"), ("h200x8", "cuda:h200x8")])
 def test_an_unknown_name_lists_the_known(name, kind):
     with pytest.raises(UserError, match=f"topology is '{name}'; choose one of: .*{kind}"):
         chips.target(name)
     with pytest.raises(UserError, match="chip is 'v9'; choose one of: v4, "):
         chips.names("v9")
+
+
+@pytest.mark.parametrize(
+    ("cloud", "ours"),
+    [
+        ("v4-8", "v4:2x2x1"),
+        ("v5p-8", "v5p:2x2x1"),
+        ("v5p-64", "v5p:2x4x4"),
+        ("v5p-2048", "v5p:8x8x16"),
+        ("v5litepod-16", "v5e:4x4"),
+        ("v5e-256", "v5e:16x16"),
+        ("v6e-16", "v6e:4x4"),
+        ("tpu7x-8", "tpu7x:2x2x1"),
+        ("tpu7x-4x4x4", "tpu7x:4x4x4"),
+        ("v5p:4x4x8", "v5p:4x4x8"),
+        ("cuda:h200x8", "cuda:h200x8"),
+    ],
+)
+def test_names_of_clouds(cloud, ours):
+    assert chips.canonical(cloud) == ours
+
+
+def test_a_size_that_no_cloud_has_lists_those_of_the_chip():
+    with pytest.raises(UserError, match=r"topology is 'v5p-60'; choose one of: v5p-8, v5p-16, .*v5p:2x2x1"):
+        chips.canonical("v5p-60")
 
 
 @pytest.mark.parametrize(("name", "per_chip"), [("v5e:2x2", 1), ("tpu7x:2x2x1", 2), ("v5p:2x2x1", 1)])
@@ -41,10 +65,5 @@ def test_a_missing_compiler_names_its_extra(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install -e \.\[tpu-aot\]"):
         chips.target("v5e:2x2")
-
-    def missing(**_):
-        raise NotImplementedError("topology not implemented for cuda")
-
-    monkeypatch.setattr(topologies, "get_topology_desc", missing)
     with pytest.raises(UserError, match=r"'cuda:h200x8' needs the CUDA compiler, .*pip install -e \.\[cuda\]"):
         chips.target("cuda:h200x8")

@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 from mint_jax.data.order import epoch_indices
 from mint_jax.envs.env import Example, ListEnvironment
 from mint_jax.jobs import common, grpo
+from mint_jax.jobs.options import GrpoSampling
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Completion
 
@@ -160,9 +161,9 @@ def test_metrics_of_rollouts():
     completions = [[drawn(1, "stop"), drawn(3, "length")], [drawn(2, "stop"), drawn(2, "stop")], [drawn(4, "length"), drawn(4, "length")]]
     rollout = grpo.Rollout([], [], completions)
     rewards = np.array([[1.0, 0.0], [0.5, 0.5], [0.0, 0.0]])
-    without_baseline = grpo.rollout_metrics(grpo.Sampling(baseline="none"), rollout, rewards)
+    without_baseline = grpo.rollout_metrics(GrpoSampling(baseline="none"), rollout, rewards)
     assert without_baseline["zero_advantage"] == pytest.approx(1 / 3), "there equal rewards are advantages, unless they are 0"
-    assert grpo.rollout_metrics(grpo.Sampling(), rollout, rewards) == pytest.approx(
+    assert grpo.rollout_metrics(GrpoSampling(), rollout, rewards) == pytest.approx(
         {
             "reward": 2 / 6,
             "reward_std": 0.5 / 3,

@@ -25,3 +25,15 @@ def test_a_table_fits_the_terminal(width, monkeypatch):
     blocks = text.count("policy2")
     assert (blocks == 1) == (width >= 200) if width in (40, 60, 200) else blocks >= 1, "further columns stand behind the name again"
     assert text.count("held out") == 1
+
+
+def test_a_result_is_a_table_with_the_names_of_revisions(capsys, tmp_path):
+    row = {"name": "adder", "rank": 2, "reward_before": 0.25, "reward_after": 0.75, "revision": "ab" * 32, "number": 3}
+    found = {"job": "grpo", "policies": [row], "wall_s": 1.5, "kernels_passed_over": [], "stamp": {"config": {}}}
+    report.result(found, tmp_path / "result.json")
+    out = capsys.readouterr().out
+    assert "adder@3" in out
+    assert "0.750" in out
+    assert "abab" not in out
+    assert out.splitlines()[-2:] == ["wall_s 1.5", f"result: {tmp_path / 'result.json'}"]
+    assert len(out) < 1000, "no page of JSON"

@@ -23,6 +23,7 @@ class Served:
     """The command in a process of its own."""
 
     def __init__(self, workdir, *options):
+        self.workdir = workdir
         command = [sys.executable, "-m", "mint_jax.launch", "--config=configs/serve.py:ci", f"--workdir={workdir}", *options]
         environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
         pipe = subprocess.PIPE
@@ -37,11 +38,11 @@ class Served:
         self.url = told["url"]
 
     def stop(self) -> dict:
-        """The result that it prints."""
+        """The result that it leaves."""
         self.process.send_signal(signal.SIGTERM)
-        out, _ = self.process.communicate(timeout=WAIT_S)
+        self.process.communicate(timeout=WAIT_S)
         assert self.process.returncode == 0, "".join(self.errors)[-3000:]
-        return json.loads(out.splitlines()[-1])
+        return json.loads((self.workdir / "result.json").read_text())
 
 
 def datum(tokens):

@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 
 from mint_jax import figures, launch
 from mint_jax.errors import UserError
-from mint_jax.jobs import JOBS, reference, settings
+from mint_jax.jobs import JOBS, options, reference, settings
 
 ROOT = Path(__file__).parents[2]
 TEN_LINES = """
@@ -200,7 +200,7 @@ def test_home_is_expanded_in_every_path(own, monkeypatch):
     for job in JOBS:
         declared = settings.settings_of(job)
         places = {f.name: f.type for f in dataclasses.fields(declared)} if declared else {}
-        assert all(places[name] is settings.Place for name in places.keys() & {"input", "output", "revision"}), job
+        assert all(places[name] is options.Place for name in places.keys() & {"input", "output", "revision"}), job
 
 
 def test_modules_beside_the_config_can_be_imported(own, tmp_path):

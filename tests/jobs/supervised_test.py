@@ -14,6 +14,7 @@ from mint_jax.errors import UserError
 from mint_jax.jobs import common, dpo, settings, sft, supervised
 from mint_jax.models import base as base_lib
 from mint_jax.train import losses
+from mint_jax.train.config import registered
 from mint_jax.train.trainer import Trainer
 
 JOBS = {"sft": (sft, sft.SFT), "dpo": (dpo, dpo.DPO)}
@@ -30,7 +31,8 @@ def base():
 
 
 def test_a_registered_loss_is_one_of_the_jobs_that_can_feed_it(monkeypatch):
-    monkeypatch.setattr(losses, "_registered", {})
+    for name in ("focal", "of_rewards"):
+        monkeypatch.setitem(registered, name, None)  # and away again
     losses.register("focal", lambda t: -((1 - jnp.exp(t.logp)) ** 2) * t.logp)
     losses.register("of_rewards", lambda t: -t.advantages * t.logp)
     assert config_of("sft", {"loss": {"kind": "focal"}}).policies.a.loss.kind == "focal"

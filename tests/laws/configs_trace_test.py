@@ -17,12 +17,13 @@ from mint_jax.data.buckets import ShapeBook
 from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.envs import env as env_lib
 from mint_jax.errors import UserError
-from mint_jax.jobs import JOBS, bench, common, dpo, grpo, pretrain, sample, scale_up, serve, settings, sft, supervised, sweep
+from mint_jax.jobs import JOBS, bench, common, dpo, grpo, options, pretrain, sample, scale_up, serve, settings, sft, supervised, sweep
 from mint_jax.models import base as base_lib
 from mint_jax.models import config as config_lib
 from mint_jax.models import transformer
 from mint_jax.rollout import device, plans
 from mint_jax.rollout.engine import BLOCKS
+from mint_jax.rollout.request import Request
 from mint_jax.rollout.schedule import longest_table
 from mint_jax.train import state as state_lib
 from mint_jax.train import step
@@ -136,7 +137,7 @@ def test_other_configs_build():
         elif config.job == "evaluate":
             environment = env_lib.make(**config.env)
             assert len(environment.held_out) >= config.examples
-            common.build(grpo.Sampling, config.get("sampling", {}), "sampling").request(prompt=(1,))
+            Request(**common.build(options.GrpoSampling, config.get("sampling", {}), "sampling").drawing, prompt=(1,))
         elif config.job == "scale_up" and config.model.architectures[0] in config_lib.FAMILIES:
             question = scale_up.Question(config)
             devices = mesh.make_mesh(dict.fromkeys(config.mesh, 1), jax.devices()[:1])
@@ -146,7 +147,7 @@ def test_other_configs_build():
             base = types.SimpleNamespace(tokenizer=None)
             sample.request_of(base, {"tokens": [1]}, dict(config.sampling), name)  # type: ignore[arg-type]
         elif config.job == "sweep":
-            assert sweep.points_of(common.build(sweep.Settings, config, "sweep"))
+            assert sweep.points_of(common.build(options.Sweep, config, "sweep"))
         elif config.job == "serve":
             assert serve.sizes_of(config).slots
         elif config.job == "schedule":

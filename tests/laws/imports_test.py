@@ -32,6 +32,7 @@ LEVELS = [
         "nested",
         "ordered",
         "safetensors_header",
+        "interrupts",
     },
     {"errors", "files"},  # all may raise a UserError, and write a file
 ]

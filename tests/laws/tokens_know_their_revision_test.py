@@ -22,6 +22,7 @@ from mint_jax.lora import tree as lora_tree
 from mint_jax.models import base as base_lib
 from mint_jax.models import transformer
 from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.request import Request
 from mint_jax.rollout.score import Scorer
 
 ROOT = Path(__file__).parents[2]
@@ -128,8 +129,13 @@ def check_fixed(job, base, loaded, digest, kept):
     engine, member = Engine(base, base.need_tokenizer().decode), job.members["ppo"]
     for step, rollouts in kept.items():
         asked = [
-            member.sampling.request(
-                prompt=tuple(member.train[i]), adapter=slots["r"], n=member.sampling.group_size, seed=seed, stop_ids=job.stop_ids
+            Request(
+                **member.sampling.drawing,
+                prompt=tuple(member.train[i]),
+                adapter=slots["r"],
+                n=member.sampling.group_size,
+                seed=seed,
+                stop_ids=job.stop_ids,
             )
             for i, seed in job._draw("ppo", step)
         ]

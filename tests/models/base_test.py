@@ -15,7 +15,7 @@ from mint_jax import params as params_lib
 from mint_jax.errors import UserError
 from mint_jax.mesh import make_mesh
 from mint_jax.models import base as base_lib
-from mint_jax.models import made
+from mint_jax.models import made, names
 from mint_jax.models.outline import outline
 from mint_jax.rollout.score import Scorer
 from tests import oracles
@@ -254,7 +254,7 @@ SMALL = {
 @pytest.fixture
 def small_shape(tmp_path):
     """A directory with the fields of a small Qwen3-30B-A3B, and no weights."""
-    fields = made.SHAPES["qwen3-30b-a3b"] | SMALL
+    fields = names.SHAPES["qwen3-30b-a3b"] | SMALL
     folder = tmp_path / "shape"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(fields))
@@ -275,11 +275,11 @@ def test_random_weights_are_made_on_any_mesh(small_shape, fresh_cache, mesh, mes
     assert abs(w.std() * 64**0.5 - 1) < 0.05  # 25,000 numbers: half a percent, and a few of rounding and of what is cut off
     assert np.isfinite(Scorer(base).logprobs([list(range(8))])).all()
     assert sorted(p.name for p in base.directory.iterdir()) == ["config.json", "tokenizer.json", "tokenizer_config.json"]
-    assert outline(name).fingerprint == base.fingerprint != made.fingerprint(made.SHAPES["qwen3-30b-a3b"])
+    assert outline(name).fingerprint == base.fingerprint != made.fingerprint(names.SHAPES["qwen3-30b-a3b"])
 
 
 def test_shapes_are_those_of_the_pods_configs():
-    for name, fields in made.SHAPES.items():
+    for name, fields in names.SHAPES.items():
         config = launch.read_config(CONFIGS / (name.replace("-", "_") + ".py"), None)
         assert {k: list(v) if isinstance(v, tuple) else v for k, v in config.model.to_dict().items()} == fields
 

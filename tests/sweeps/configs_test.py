@@ -76,7 +76,7 @@ def test_the_small_size_runs(name, beside):
     command = [sys.executable, "-m", "mint_jax.launch", f"--config=configs/sweeps/{name}.py:ci", f"--workdir={beside / name}"]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = json.loads((beside / name / "result.json").read_text())
     assert (result["failed"], result["sweep"]) == (0, name)
     report = json.loads((beside / name / "report.json").read_text())
     assert all(point["state"] == "done" and point["rows"] for point in report["points"])

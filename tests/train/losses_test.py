@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mint_jax.errors import UserError
-from mint_jax.train import losses
+from mint_jax.train import config, losses
 from mint_jax.train.losses import KINDS, KL_KINDS, LossCoefs, Targets, policy_loss
 
 B, M, Z = 3, 7, 3  # Z pairs: sequences 0 to 5
@@ -249,9 +249,21 @@ def test_a_clip_counts_only_where_it_binds():
     np.testing.assert_allclose(grad, -advantage * np.minimum(ratio, 1.6), rtol=1e-6)  # float32 rounding of exp(log)
 
 
+def test_what_built_in_losses_need_is_what_they_read():
+    """The table is there so that a config is checked without jax."""
+    for kind, fn in losses.BUILT_IN.items():
+        if kind != "dpo":  # whose loss is of pairs
+            found = {"old_logp" if name == "sampler_ratio" else name for name in losses.reads(fn)}
+            assert found & {"advantages", "old_logp", "ref_logp"} == config.BUILT_IN[kind], kind
+    assert tuple(losses.BUILT_IN) == KINDS
+
+
 @pytest.fixture
 def registered(monkeypatch):
-    monkeypatch.setattr(losses, "_registered", {})
+    for name in list(config.registered):
+        monkeypatch.delitem(config.registered, name)
+    yield
+    config.registered.clear()
 
 
 def tempered(t):
@@ -263,7 +275,7 @@ def test_a_registered_loss_is_the_sum_of_weight_times_what_it_returns(rng, regis
     losses.register("tempered", tempered)
     custom = losses.functions_of(["tempered", "ppo"])
     assert custom == (tempered,)
-    assert losses.needs("tempered") == {"advantages", "old_logp", "ref_logp"}
+    assert config.needs("tempered") == {"advantages", "old_logp", "ref_logp"}
     c = coefs("ppo")._replace(kind=losses.index_of("tempered", custom))
     logp, targets = draw(rng, 1)
     t = jax.tree.map(lambda x: x[0], targets)
@@ -319,7 +331,7 @@ def test_a_registered_loss_with_infinite_derivatives_leaves_its_neighbours_bits(
 def test_a_function_that_is_no_loss_is_refused_when_it_is_registered(name, fn, says, registered):
     with pytest.raises(UserError, match=says):
         losses.register(name, fn)
-    assert losses.known_kinds() == KINDS
+    assert config.known_kinds() == KINDS
 
 
 def test_functions_without_a_name_get_one_each(registered):

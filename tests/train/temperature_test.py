@@ -15,7 +15,8 @@ import torch
 from mint_jax import params as params_lib
 from mint_jax.data.buckets import ShapeBook
 from mint_jax.errors import UserError
-from mint_jax.jobs.grpo import Rollout, Sampling, rollout_groups
+from mint_jax.jobs.grpo import Rollout, rollout_groups
+from mint_jax.jobs.options import GrpoSampling
 from mint_jax.lora import tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import transformer
@@ -102,7 +103,7 @@ def test_the_mean_gradient_is_that_of_the_expected_reward(temperature, baseline,
     drawn, chance = logp.detach().numpy(), p.detach().numpy()
     made = [Completion(y, [0.0] * len(y), drawn[i, : len(y)].tolist(), "stop", None) for i, y in enumerate(rows)]
     weighted = chance * (rewards.numpy() - (float(expected.detach()) if baseline else 0.0))
-    sampling = Sampling(group_size=len(rows), max_tokens=LENGTH, temperature=temperature, baseline="none", normalisation="sum")
+    sampling = GrpoSampling(group_size=len(rows), max_tokens=LENGTH, temperature=temperature, baseline="none", normalisation="sum")
     groups = rollout_groups(sampling, Rollout([], [PROMPT], [made]), weighted[None])
     for kind in ("ppo", "reinforce", "importance_sampling", "cispo"):
         trainer = Trainer(base, [PolicyConfig("p", ADAPTER, loss=LossConfig(kind))])
@@ -121,7 +122,7 @@ def test_the_trainer_sees_what_the_engine_drew(temperature, case, rng):
     trainer.load_adapter("p", adapter)
     request = Request(tuple(PROMPT), trainer.slots["p"], n=8, max_tokens=6, temperature=temperature, seed=int(rng.integers(1 << 30)))
     (made,) = Engine(base).generate([request], trainer.stacks)
-    sampling = Sampling(group_size=8, max_tokens=6, temperature=temperature)
+    sampling = GrpoSampling(group_size=8, max_tokens=6, temperature=temperature)
     groups = rollout_groups(sampling, Rollout([], [PROMPT], [made]), rng.normal(size=(1, 8)))
     assert trainer.update({"p": groups})["p"]["max_gap"] < 1e-4  # float32, prefill and decode against one pass
 
@@ -156,7 +157,7 @@ def test_policies_of_one_pass_may_differ_in_temperature_and_so_does_their_refere
 )
 def test_rollouts_that_cannot_train_are_refused(setting, says):
     with pytest.raises(UserError, match=says):
-        Sampling(**setting).check_trains()
+        GrpoSampling(**setting).check_trains()
     if "temperature" in setting:
         groups = [Group([1], [TrainSequence([2], [1.0])], temperature=setting["temperature"])]
         with pytest.raises(UserError, match="a group was drawn at temperature"):

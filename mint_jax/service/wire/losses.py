@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 from mint_jax.errors import UserError, choice
 from mint_jax.service.wire.reading import number, shown
-from mint_jax.train.losses import KINDS, LossCoefs
+from mint_jax.train.config import KINDS
+from mint_jax.train.losses import LossCoefs
 
 CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 

@@ -1,0 +1,76 @@
+"""Ends a program within seconds of SIGINT or SIGTERM, whatever its main thread is doing.
+
+Python runs signal handlers between bytecodes of the main thread, so a handler waits as long as XLA compiles or a program runs; an
+exception that a handler raises may also end in a callback that discards it. The kernel-side half of a handler writes the signal's
+number to a pipe at once. A thread reads it, says so, and ends the process if the orderly way out takes longer than ``GRACE_S``.
+Everything that has been acknowledged is on the disk by then, as it is for a process that is killed.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from mint_jax.errors import Interrupted
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+GRACE_S = 10.0  # from the first signal: a step and its checkpoint may end
+AGAIN_S = 1.0  # from a second one
+
+_standing: list[Callable[[], str]] = []  # say where the program stands; the last one counts
+
+
+def install(leave: Callable[[int, str], None]) -> None:
+    """Has both signals raise ``Interrupted`` in the main thread, which must call this, and end the process when that does not.
+
+    Args:
+        leave: called with exit status and message before the process is ended; it tells other processes of the run.
+    """
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    for number in SIGNALS:
+        signal.signal(number, _raise)
+    threading.Thread(target=_watch, args=(reading, leave), name="signals", daemon=True).start()
+
+
+def standing(where: Callable[[], str]) -> None:
+    """Registers what to say of a program that is ended: where the same command goes on. It is called from another thread."""
+    _standing.append(where)
+
+
+def _raise(number: int, frame: object) -> None:
+    raise Interrupted(signal.Signals(number).name, number)
+
+
+def _watch(reading: int, leave: Callable[[int, str], None]) -> None:
+    number = _next(reading)
+    name = signal.Signals(number).name
+    print(f"{name}: stopping within {GRACE_S:.0f} s; once more stops at once", file=sys.stderr, flush=True)
+    deadline = threading.Timer(GRACE_S, _end, (number, leave))
+    deadline.daemon = True
+    deadline.start()
+    _next(reading)
+    time.sleep(AGAIN_S)
+    _end(number, leave)
+
+
+def _next(reading: int) -> int:
+    """The next of ``SIGNALS`` that arrives."""
+    while True:
+        for number in os.read(reading, 64):
+            if number in SIGNALS:
+                return number
+
+
+def _end(number: int, leave: Callable[[int, str], None]) -> None:
+    status, name = 128 + number, signal.Signals(number).name
+    last = threading.Timer(2 * AGAIN_S, os._exit, (status,))  # if the others cannot be told
+    last.daemon = True
+    last.start()
+    where = f"; {_standing[-1]()}" if _standing else ""
+    print(f"interrupted: {name}{where}", file=sys.stderr, flush=True)
+    leave(status, name)
+    os._exit(status)

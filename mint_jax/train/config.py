@@ -1,0 +1,180 @@
+"""Configuration of a policy in training: loss, optimizer and the shapes of live training steps.
+
+Imports no jax: ``launch`` checks configs with these classes before anything slow is imported.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from mint_jax.errors import UserError, choice
+from mint_jax.lora.config import AdapterConfig
+
+BUILT_IN = {  # losses and what each needs of the data, as ``losses.reads`` finds it
+    "cross_entropy": frozenset(),
+    "reinforce": frozenset(("advantages",)),
+    "importance_sampling": frozenset(("advantages", "old_logp")),
+    "ppo": frozenset(("advantages", "old_logp")),
+    "cispo": frozenset(("advantages", "old_logp")),
+    "dpo": frozenset(("ref_logp", "pairs")),
+    "gspo": frozenset(("advantages", "old_logp")),
+    "dro": frozenset(("advantages", "old_logp")),
+}
+KINDS = tuple(BUILT_IN)
+KL_KINDS = ("none", "k1", "k3")
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+class Registered(NamedTuple):
+    """A user's loss: its function (``losses.LossFn``) and what it needs of the data."""
+
+    fn: Callable[[Any], Any]
+    needs: frozenset[str]
+
+
+registered: dict[str, Registered] = {}  # by name; see ``losses.register``
+
+
+def known_kinds() -> tuple[str, ...]:
+    """Names of all losses, registered ones last."""
+    return (*KINDS, *registered)
+
+
+def needs(kind: str) -> frozenset[str]:
+    """What a loss needs of the data: among ``advantages``, ``old_logp``, ``ref_logp`` and ``pairs``."""
+    if kind not in known_kinds():
+        raise choice("loss", kind, known_kinds())
+    return BUILT_IN[kind] if kind in BUILT_IN else registered[kind].needs
+
+
+@dataclasses.dataclass(frozen=True)
+class LossConfig:
+    """One policy's loss; see ``losses`` for the formulas.
+
+    Attributes:
+        kind: a name in ``KINDS``, or that of a loss registered with ``mint_jax.register_loss``.
+        clip_low, clip_high: how far below and above 1 the ratio of PPO, GSPO and CISPO may go. ``clip_low`` is by default 1, an
+            open side, for CISPO and 0.2 for the others; 1 + ``clip_high`` and 1 - ``clip_low`` are the bounds.
+        kl_kind, kl: KL to the reference.
+        band_low, band_high: tokens whose probability ratio of trainer to sampler is outside are masked; ``inf`` above and 0 below
+            switch it off.
+        dpo_beta: DPO only.
+        dro_beta: DRO only.
+        reference: what KL and DPO compare with: ``start``, the adapter that the policy began with (a fresh one is the base);
+            ``base``; or a revision's name.
+    """
+
+    kind: str = "ppo"
+    clip_low: float | None = None
+    clip_high: float = 0.2
+    kl_kind: str = "none"
+    kl: float = 0.0
+    band_low: float = 0.0
+    band_high: float = float("inf")
+    dpo_beta: float = 0.1
+    dro_beta: float = 0.05
+    reference: str = "start"
+
+    def __post_init__(self):
+        if not self.reference:
+            raise UserError("loss.reference is empty; expected 'start', 'base' or a revision's name")
+        if self.kind not in known_kinds():
+            raise choice("loss", self.kind, known_kinds())
+        if self.kl_kind not in KL_KINDS:
+            raise choice("kl_kind", self.kl_kind, KL_KINDS)
+        if self.kl_kind == "k1" and "advantages" not in needs(self.kind):
+            raise UserError(f"kl_kind 'k1' adjusts advantages, which loss {self.kind!r} has none of: use 'k3' or 'none'")
+
+    @property
+    def low(self) -> float:
+        """``clip_low``, or that of the loss's paper."""
+        return self.clip_low if self.clip_low is not None else 1.0 if self.kind == "cispo" else 0.2
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What the loss needs of the data, among ``advantages``, ``old_logp``, ``ref_logp`` and ``pairs``."""
+        also = {"ref_logp"} if self.kl_kind != "none" and self.kl != 0.0 else set()
+        return needs(self.kind) | also | ({"old_logp"} if self.is_banded else set())
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a reference's logprobs enter the loss."""
+        return "ref_logp" in self.needs
+
+    @property
+    def is_banded(self) -> bool:
+        """Whether a band masks tokens."""
+        return self.samples and (self.band_low > 0 or self.band_high < float("inf"))
+
+    @property
+    def samples(self) -> bool:
+        """Whether later updates on the same tokens are measured against the first."""
+        return self.kind not in ("cross_entropy", "dpo")
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW of one policy (arXiv 1711.05101) and its learning-rate schedule.
+
+    Attributes:
+        learning_rate: peak value.
+        b1, b2: decay of the first and second moment.
+        eps: beside the second moment's root.
+        weight_decay: decoupled, times the learning rate.
+        warmup_steps: linear from 0.
+        total_steps: where ``schedule`` ends.
+        schedule: after warm-up: ``constant``, or ``linear`` / ``cosine`` down to ``final_fraction`` of the peak at ``total_steps``.
+        final_fraction: see ``schedule``.
+        max_grad_norm: clip the policy's own global gradient norm; 0 switches it off.
+    """
+
+    learning_rate: float = 1e-4
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    warmup_steps: int = 0
+    total_steps: int = 0
+    schedule: str = "constant"
+    final_fraction: float = 0.0
+
+    def __post_init__(self):
+        if self.schedule not in SCHEDULES:
+            raise choice("schedule", self.schedule, SCHEDULES)
+        if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
+            raise UserError(
+                f"total_steps is {self.total_steps} and warmup_steps {self.warmup_steps}; "
+                f"schedule {self.schedule!r} needs total_steps > warmup_steps"
+            )
+        if not (self.learning_rate >= 0 and math.isfinite(self.learning_rate)):
+            raise UserError(f"learning_rate is {self.learning_rate}; expected a finite number >= 0")
+
+
+@dataclasses.dataclass(frozen=True)
+class PolicyConfig:
+    """What defines one policy in training."""
+
+    name: str
+    adapter: AdapterConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    loss: LossConfig = LossConfig()
+    seed: int = 0
+
+
+class BlockShape(NamedTuple):
+    """A shape of one step: P blocks of B rows of T tokens, with K targets a position."""
+
+    blocks: int
+    rows: int
+    tokens: int
+    width: int = 1
+
+    @property
+    def size(self) -> int:
+        """Tokens, padding counted."""
+        return self.blocks * self.rows * self.tokens
+
+
+SHAPES = (BlockShape(1, 1, 256), BlockShape(8, 1, 256), BlockShape(1, 1, 1024), BlockShape(4, 1, 1024), BlockShape(1, 1, 1024, 32))
