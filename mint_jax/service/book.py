@@ -50,7 +50,7 @@ SAMPLERS = sa.Table(
     sa.Column("session", sa.String, nullable=False, index=True),
     sa.Column("tenant", sa.String, nullable=False),
     sa.Column("path", sa.String),
-    sa.Column("digest", sa.String),
+    sa.Column("digest", sa.String, index=True),
     sa.Column("clients", sa.Integer, nullable=False),
     sa.Column("created", sa.Float, nullable=False),
 )  # fmt: skip
@@ -67,6 +67,13 @@ CHECKPOINTS = sa.Table(
     sa.Column("created", sa.Float, nullable=False),
     sa.Column("expires", sa.Float),
     sa.Column("public", sa.Boolean, nullable=False),
+)  # fmt: skip
+# Bytes that a removed row named. They are deleted once no row names them, and so are their rows here.
+RECLAIM = sa.Table(
+    "reclaim", META,
+    sa.Column("digest", sa.String, primary_key=True),
+    sa.Column("policy", sa.String, primary_key=True),
+    sa.Column("kind", sa.String, nullable=False),
 )  # fmt: skip
 SECONDS = ("prefill_s", "decode_s", "train_s", "update_s", "load_s")
 SUMS = (*SECONDS, "prefill_tokens", "decode_tokens", "train_tokens")
@@ -156,6 +163,11 @@ class Checkpoint:
     def path(self) -> str:
         return f"tinker://{self.model}/{self.kind}/{self.name}"
 
+    @property
+    def policy(self) -> str:
+        """The catalog's policy whose revision a sampler checkpoint is; a copy's is that of its source."""
+        return self.told.get("policy") or f"{self.tenant}/{self.model}"
+
 
 class Book:
     """All rows; may be called from any thread. What a change returns from is on the disk.
@@ -242,6 +254,12 @@ class Book:
         with self._engine.begin() as connection:
             connection.execute(MODELS.update().where(MODELS.c.id == id, MODELS.c.ended.is_(None)).values(ended=self.clock()))
 
+    def has_ended(self, model: str) -> bool:
+        """Whether a model has ended; True for one that is not there."""
+        query = sa.select(MODELS.c.id).where(MODELS.c.id == model, MODELS.c.ended.is_(None))
+        with self._engine.connect() as connection:
+            return connection.execute(query).first() is None
+
     def living(self, tenant: str) -> list[Model]:
         """A tenant's models that have not ended."""
         with self._engine.connect() as connection:
@@ -300,16 +318,15 @@ class Book:
     def samplers_of(self, tenant: str, session: str) -> list[str]:
         return self._ids(SAMPLERS, tenant, session)
 
-    def stale_snapshots(self, seconds: float, limit: int = 256) -> list[Sampler]:
-        """Samplers of weights that have no name, whose session ended so long ago; at most so many."""
-        query = sa.select(SAMPLERS).join(SESSIONS, SAMPLERS.c.session == SESSIONS.c.id).where(SESSIONS.c.ended < self.clock() - seconds)
-        query = query.where(SAMPLERS.c.path.is_(None), SAMPLERS.c.digest.is_not(None)).limit(limit)
-        with self._engine.connect() as connection:
-            return [Sampler(**row._mapping) for row in connection.execute(query)]
-
-    def remove_samplers(self, ids: Sequence[str]) -> None:
+    def remove_snapshots(self, seconds: float, limit: int = 256) -> int:
+        """Removes samplers of unnamed weights whose session ended more than ``seconds`` ago, at most ``limit``; returns how many."""
+        query = sa.select(SAMPLERS.c.id).join(SESSIONS, SAMPLERS.c.session == SESSIONS.c.id)
+        query = query.where(SESSIONS.c.ended < self.clock() - seconds, SAMPLERS.c.path.is_(None), SAMPLERS.c.digest.is_not(None))
         with self._engine.begin() as connection:
-            connection.execute(SAMPLERS.delete().where(SAMPLERS.c.id.in_(ids)))
+            gone = SAMPLERS.delete().where(SAMPLERS.c.id.in_(query.limit(limit))).returning(SAMPLERS.c.digest)
+            digests = list(connection.scalars(gone))
+            self._offer(connection, [{"digest": one, "policy": "", "kind": "sampler_weights"} for one in digests])
+        return len(digests)
 
     # -- checkpoints
 
@@ -323,14 +340,16 @@ class Book:
         if found is not None and found.request != request:
             raise UserError(f"tinker://{model}/{kind}/{name} exists already: choose another name, or save with overwrite")
 
-    def add_checkpoint(self, checkpoint: Checkpoint) -> Checkpoint | None:
-        """Adds a row; what it replaces. Whether it may replace anything is ``need_free``'s: a model's saves come one after another."""
+    def add_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Adds a row, or replaces the one of its name; the replaced row's bytes may then be reclaimed.
+
+        The caller checks with ``need_free`` whether it may replace a row, and runs one save of a model after another.
+        """
+        gone = CHECKPOINTS.delete().where(*_key(checkpoint.model, checkpoint.kind, checkpoint.name)).returning(CHECKPOINTS)
         with self._engine.begin() as connection:
-            found = connection.execute(sa.select(CHECKPOINTS).where(*_key(checkpoint.model, checkpoint.kind, checkpoint.name))).first()
-            old = None if found is None else Checkpoint(**found._mapping)
-            connection.execute(CHECKPOINTS.delete().where(*_key(checkpoint.model, checkpoint.kind, checkpoint.name)))
+            replaced = [Checkpoint(**row._mapping) for row in connection.execute(gone).all()]
             connection.execute(CHECKPOINTS.insert().values(**dataclasses.asdict(checkpoint)))
-        return old
+            self._offer(connection, [_reclaim(row) for row in replaced if row.digest != checkpoint.digest])
 
     def checkpoint(self, tenant: str, model: str, kind: str, name: str, published: bool = False) -> Checkpoint:
         """One of the tenant's own; or, with ``published``, anybody's that is public.
@@ -367,32 +386,63 @@ class Book:
         return [CHECKPOINTS.c.tenant == tenant, living, *([] if model is None else [CHECKPOINTS.c.model == model])]
 
     def change_checkpoint(self, checkpoint: Checkpoint, **values: Any) -> None:
-        """Other values of ``expires`` or ``public``."""
-        with self._engine.begin() as connection:
-            key = _key(checkpoint.model, checkpoint.kind, checkpoint.name)
-            connection.execute(CHECKPOINTS.update().where(*key).values(**values))
+        """Sets ``expires`` or ``public`` of the tenant's checkpoint of this path.
 
-    def remove_checkpoint(self, checkpoint: Checkpoint) -> bool:
-        """Removes a row; whether no other has its bytes."""
+        Raises:
+            NotFound: it was removed, or has expired.
+        """
+        key = (*_key(checkpoint.model, checkpoint.kind, checkpoint.name), *self._mine(checkpoint.tenant, None))
         with self._engine.begin() as connection:
-            connection.execute(CHECKPOINTS.delete().where(*_key(checkpoint.model, checkpoint.kind, checkpoint.name)))
-            return self._unused(connection, checkpoint.digest)
+            changed = connection.execute(CHECKPOINTS.update().where(*key).values(**values)).rowcount
+        if not changed:
+            raise NotFound(f"there is no checkpoint {checkpoint.path[:200]}")
 
-    def unused(self, digest: str, but: Sequence[str] = ()) -> bool:
-        """Whether no checkpoint has these bytes, and no sampler but the ones with these ids."""
+    def remove_checkpoint(self, checkpoint: Checkpoint) -> None:
+        """Removes the tenant's checkpoint of this path, whatever was saved under it last. Its bytes may then be reclaimed.
+
+        Raises:
+            NotFound: there is none.
+        """
+        key = (*_key(checkpoint.model, checkpoint.kind, checkpoint.name), CHECKPOINTS.c.tenant == checkpoint.tenant)
+        if not self._remove(*key):
+            raise NotFound(f"there is no checkpoint {checkpoint.path[:200]}")
+
+    def remove_expired(self) -> int:
+        """Removes the checkpoints whose time to live is over, and returns how many."""
+        return self._remove(CHECKPOINTS.c.expires <= self.clock())
+
+    def _remove(self, *where: Any) -> int:
+        """One transaction: a row that is saved or kept for longer meanwhile is seen as it is then."""
+        with self._engine.begin() as connection:
+            found = connection.execute(CHECKPOINTS.delete().where(*where).returning(CHECKPOINTS)).all()
+            self._offer(connection, [_reclaim(Checkpoint(**row._mapping)) for row in found])
+        return len(found)
+
+    def unused(self, digest: str) -> bool:
+        """Whether no checkpoint and no sampler names these bytes."""
         with self._engine.connect() as connection:
-            return self._unused(connection, digest, but)
+            return connection.execute(sa.select(sa.literal(1)).where(_unnamed(sa.literal(digest)))).first() is not None
+
+    def named(self) -> set[str]:
+        """The digests of all checkpoints."""
+        with self._engine.connect() as connection:
+            return set(connection.scalars(sa.select(CHECKPOINTS.c.digest).distinct()))
+
+    def reclaimable(self) -> list[tuple[str, str, str]]:
+        """Digest, policy and kind of removed checkpoints whose bytes no row names now; a sampler's weights may have no policy."""
+        query = sa.select(RECLAIM.c.digest, RECLAIM.c.policy, RECLAIM.c.kind).where(_unnamed(RECLAIM.c.digest))
+        with self._engine.connect() as connection:
+            return [tuple(row) for row in connection.execute(query)]  # type: ignore[misc]
+
+    def reclaimed(self, digest: str, policy: str) -> None:
+        """Notes that bytes are deleted."""
+        with self._engine.begin() as connection:
+            connection.execute(RECLAIM.delete().where(RECLAIM.c.digest == digest, RECLAIM.c.policy == policy))
 
     @staticmethod
-    def _unused(connection: sa.Connection, digest: str, but: Sequence[str] = ()) -> bool:
-        of_samplers = sa.select(SAMPLERS.c.id).where(SAMPLERS.c.digest == digest, SAMPLERS.c.id.not_in(but))
-        queries = (sa.select(CHECKPOINTS.c.digest).where(CHECKPOINTS.c.digest == digest), of_samplers)
-        return not any(connection.execute(query.limit(1)).first() for query in queries)
-
-    def expired(self) -> list[Checkpoint]:
-        query = sa.select(CHECKPOINTS).where(CHECKPOINTS.c.expires <= self.clock())
-        with self._engine.connect() as connection:
-            return [Checkpoint(**row._mapping) for row in connection.execute(query)]
+    def _offer(connection: sa.Connection, rows: list[dict[str, str]]) -> None:
+        if rows:
+            connection.execute(RECLAIM.insert().prefix_with("OR IGNORE"), rows)
 
     # -- what was spent
 
@@ -455,6 +505,15 @@ def _sums(by: sa.Column[Any]) -> sa.Select[Any]:
 
 def _key(model: str, kind: str, name: str) -> Iterable[Any]:
     return CHECKPOINTS.c.model == model, CHECKPOINTS.c.kind == kind, CHECKPOINTS.c.name == name
+
+
+def _reclaim(row: Checkpoint) -> dict[str, str]:
+    return {"digest": row.digest, "policy": row.policy, "kind": row.kind}
+
+
+def _unnamed(digest: Any) -> Any:
+    """Whether no checkpoint and no sampler names a digest."""
+    return sa.and_(*(~sa.exists().where(table.c.digest == digest) for table in (CHECKPOINTS, SAMPLERS)))
 
 
 def iso(at: float) -> str:

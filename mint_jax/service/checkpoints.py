@@ -5,12 +5,21 @@
     external_weights    the adapter as PEFT has it, for other engines: see ``external.py``
 
 A sampler's weights are a revision too, whether they have a name or not: what is sampled never changes, and is found after a restart.
+
+Several rows may name the same bytes: checkpoints of equal states, copies, samplers. Two rules keep a reader and a writer that run beside
+a removal safe. Whoever writes or reads bytes marks their digest as in use, from before it looks for them until the row that names them is
+committed. Bytes are deleted under the lock of these marks, and only where no row names them and nobody uses them. A removal is therefore
+two steps: one transaction takes the row away and notes its bytes, which is all that a client waits for; ``reclaim`` deletes the bytes,
+now or in a later pass.
 """
 
 import collections
+import contextlib
 import dataclasses
+import logging
+import shutil
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,10 +39,11 @@ from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import transformer
 from mint_jax.models.base import Base
 from mint_jax.service import external
-from mint_jax.service.book import Book, Checkpoint, NotFound
+from mint_jax.service.book import Book, Checkpoint, NotFound, Sampler
 from mint_jax.service.calls import Load, Save
 from mint_jax.train.held import Held
 
+log = logging.getLogger("mint_jax.service")
 SCHEME = "tinker://"
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}  # and what Tinker calls their types
 SNAPSHOTS_S = 86400.0
@@ -105,7 +115,7 @@ class Checkpoints:
         need_room: (tenant, bytes more) -> refuses what is beyond a quota.
 
     Attributes:
-        naming: held while a name is looked at and given.
+        naming: held while a name is looked at and given, and with it the tenant's room.
         writing: the models of revisions that the catalog does not have yet, by digest.
     """
 
@@ -123,7 +133,44 @@ class Checkpoints:
         self.specs = transformer.abstract(base.cfg)
         self.naming = threading.Lock()
         self.writing: dict[str, str] = {}
+        self._marks = threading.Lock()  # of ``_in_use``; bytes are deleted under it
+        self._in_use: collections.Counter[str] = collections.Counter()  # digests, and policies that are exported to
         folder.mkdir(parents=True, exist_ok=True)
+
+    # -- who uses which bytes: see the module
+
+    @contextlib.contextmanager
+    def using(self, *keys: str) -> Iterator[None]:
+        """Keeps the bytes of digests, and the revisions of policies, from being deleted until the block ends."""
+        with self._marks:
+            self._in_use.update(keys)
+        try:
+            yield
+        finally:
+            self._end_use(keys)
+
+    @contextlib.contextmanager
+    def reading(self, tenant: str, path: str) -> Iterator[Checkpoint]:
+        """Yields the row of a path, one of the tenant's or a public one, and keeps its bytes until the block ends.
+
+        Raises:
+            NotFound, UserError: there is none, or the path is malformed.
+        """
+        where = parse(path)
+        with self._marks:  # so that no removal comes between the row and the mark
+            row = self.book.checkpoint(tenant, *where, published=True)
+            self._in_use[row.digest] += 1
+        try:
+            yield row
+        finally:
+            self._end_use([row.digest])
+
+    def _end_use(self, keys: Collection[str]) -> None:
+        with self._marks:
+            self._in_use.subtract(keys)
+            for key in keys:
+                if self._in_use[key] <= 0:
+                    del self._in_use[key]
 
     # -- what training asks for: see ``durable.Store``
 
@@ -150,35 +197,48 @@ class Checkpoints:
             return 0
 
     def _keep(self, model: str, tenant: str, request: str, call: Save, held: Held) -> dict[str, Any]:
+        policy = f"{tenant}/{model}"
         if call.kind == "weights":
             data = held.to_bytes()
             digest, nbytes = blake3_of(data), len(data)
-            files.write_file(self._file(digest), data)
         elif call.kind == "sampler_weights":
-            digest, nbytes = self._export(tenant, model, held, soon=call.sampler is not None)
+            data = as_bytes(pack(held.adapter(), Schema(self.base.fingerprint, lora_tree.spelled_out(held.config, self.specs))))
+            digest, nbytes = digest_of(data), data.nbytes
         else:
-            digest, nbytes = external.write(self.folder / "external", held, self.base, self.specs, call.recipients)
-        if call.sampler is not None:
-            session, number = call.sampler.rsplit(":sample:", 1)
-            return {"sampling_session_id": self.book.add_sampler(session, int(number), tenant, None, digest).id}
-        now = self.book.clock()
-        told = {"config": dataclasses.asdict(held.config), "base": self.base.fingerprint, "metadata": call.metadata}
-        expires = None if call.ttl_s is None else now + call.ttl_s
-        row = Checkpoint(model, call.kind, call.name or "", tenant, digest, nbytes, request, told, now, expires, False)
-        if (old := self.book.add_checkpoint(row)) is not None and old.digest != digest:
-            self._forget_bytes(old)
+            data = external.files_of(held, self.base, self.specs, call.recipients)
+            digest, nbytes = external.digest_of(data), sum(map(len, data.values()))
+        try:
+            with self.using(digest, policy):
+                if call.kind == "weights":
+                    files.write_file(self._file(digest), data)
+                elif call.kind == "sampler_weights":
+                    self._export(policy, model, digest, data, held.steps, soon=call.sampler is not None)
+                else:
+                    external.write(self.folder / "external", digest, data)
+                if call.sampler is not None:
+                    session, number = call.sampler.rsplit(":sample:", 1)
+                    return {"sampling_session_id": self.book.add_sampler(session, int(number), tenant, None, digest).id}
+                now = self.book.clock()
+                told = {"config": dataclasses.asdict(held.config), "base": self.base.fingerprint, "metadata": call.metadata}
+                expires = None if call.ttl_s is None else now + call.ttl_s
+                row = Checkpoint(
+                    model, call.kind, call.name or "", tenant, digest, nbytes, request, told | {"policy": policy}, now, expires, False
+                )
+                self.book.add_checkpoint(row)
+        except BaseException:
+            with contextlib.suppress(Exception):  # the save's own failure is what the client hears; ``sweep`` finds what is left
+                self._delete(digest, policy, call.kind)
+            raise
+        self.reclaim()  # what it replaced
         return {"path": row.path}
 
-    def _export(self, tenant: str, model: str, held: Held, soon: bool) -> tuple[str, int]:
-        """The adapter as a revision: its digest and bytes. ``soon``: it is going to be sampled at once."""
-        config = lora_tree.spelled_out(held.config, self.specs)
-        data = as_bytes(pack(held.adapter(), Schema(self.base.fingerprint, config)))
-        digest = digest_of(data)
+    def _export(self, policy: str, model: str, digest: str, data: np.ndarray, steps: int, soon: bool) -> None:
+        """Makes the adapter a revision. ``soon``: it is going to be sampled at once."""
         self.writing[digest] = model
         try:
             if soon and self._offer is not None:
-                self._offer(digest, data, tenant)
-            return self.catalog.export(f"{tenant}/{model}", data, held.steps, create=True, by="service").digest, data.nbytes
+                self._offer(digest, data, policy.partition("/")[0])
+            self.catalog.export(policy, data, steps, create=True, by="service")
         finally:
             self.writing.pop(digest, None)
 
@@ -188,17 +248,16 @@ class Checkpoints:
         Raises:
             UserError: there is none, it is no training state, or of another base.
         """
-        path = parse(call.path)
-        if path.kind != "weights":
+        if parse(call.path).kind != "weights":
             raise UserError(
                 f"{call.path} are weights to sample from; training goes on from tinker://MODEL/weights/NAME, which save_state makes"
             )
-        row = self.book.checkpoint(call.tenant, *path, published=True)
-        if row.told["base"] != self.base.fingerprint:
-            raise UserError(
-                f"{call.path} is of base {row.told['base'][:12]}, this is {self.base.fingerprint[:12]}: load it where its own is"
-            )
-        data = self._file(row.digest).read_bytes()
+        with self.reading(call.tenant, call.path) as row:
+            if row.told["base"] != self.base.fingerprint:
+                raise UserError(
+                    f"{call.path} is of base {row.told['base'][:12]}, this is {self.base.fingerprint[:12]}: load it where its own is"
+                )
+            data = self._file(row.digest).read_bytes()
         if blake3_of(data) != row.digest:
             raise UserError(f"{call.path} is damaged: its digest is not {row.digest}; load another checkpoint")
         held = Held.from_bytes(data, call.path)
@@ -224,6 +283,16 @@ class Checkpoints:
             raise UserError(f"{path[:200]} cannot be sampled; save_weights_for_sampler makes paths that can")
         return self.book.checkpoint(tenant, *where, published=True).digest
 
+    def add_sampler(self, session: str, number: int, tenant: str, path: str) -> Sampler:
+        """A session's sampler of the weights that a path names, made unless it is there.
+
+        Raises:
+            NotFound, UserError: see ``digest``.
+        """
+        self.digest(tenant, path)
+        with self.reading(tenant, path) as row:
+            return self.book.add_sampler(session, number, tenant, path, row.digest)
+
     # -- what REST asks for
 
     def config(self, row: Checkpoint) -> AdapterConfig:
@@ -232,41 +301,95 @@ class Checkpoints:
 
     def copy(self, tenant: str, source: str, model: str, request: str, ttl_s: int | None) -> str:
         """The path of a copy that belongs to another model; bytes are shared."""
-        row = self.book.checkpoint(tenant, *parse(source), published=True)
-        now = self.book.clock()
-        expires = None if ttl_s is None else now + ttl_s
-        self.book.need_free(model, row.kind, row.name, request)
-        self.need_room(tenant, 0 if row.tenant == tenant else row.nbytes)
-        made = dataclasses.replace(row, model=model, tenant=tenant, request=request, created=now, expires=expires, public=False)
-        self.book.add_checkpoint(made)
+        with self.naming, self.reading(tenant, source) as row:
+            now = self.book.clock()
+            expires = None if ttl_s is None else now + ttl_s
+            self.book.need_free(model, row.kind, row.name, request)
+            self.need_room(tenant, 0 if row.tenant == tenant else row.nbytes)
+            told = row.told | {"policy": row.policy}  # whose revision a sampler checkpoint is stays the source's
+            made = dataclasses.replace(
+                row, model=model, tenant=tenant, request=request, told=told, created=now, expires=expires, public=False
+            )
+            self.book.add_checkpoint(made)
         return made.path
 
     def remove(self, row: Checkpoint) -> None:
-        """Ends a checkpoint."""
+        """Removes the tenant's checkpoint of a row's path. Where its bytes cannot be deleted now, a later ``reclaim`` does it.
+
+        Raises:
+            NotFound: there is none any more; then nothing is changed.
+        """
         self.book.remove_checkpoint(row)
-        self._forget_bytes(row)
+        self.reclaim()
 
-    def _forget_bytes(self, row: Checkpoint) -> None:
-        """Lets a checkpoint's bytes go that nobody else has."""
-        if not self.book.unused(row.digest):
+    def expire(self) -> int:
+        """Removes what has outlived its time, and returns how many rows that were.
+
+        Weights that were saved to be sampled at once go ``SNAPSHOTS_S`` after the end of their session: no call of Tinker's deletes
+        them, and a run of reinforcement learning makes one at each step.
+        """
+        count = self.book.remove_expired() + self.book.remove_snapshots(SNAPSHOTS_S)
+        self.reclaim()
+        return count
+
+    def reclaim(self) -> None:
+        """Deletes the bytes of removed checkpoints that no row names and nobody uses. A failure is logged: a later pass tries again."""
+        try:
+            for digest, policy, kind in self.book.reclaimable():
+                if self._delete(digest, policy, kind):
+                    self.book.reclaimed(digest, policy)
+        except Exception:
+            log.exception("bytes of removed checkpoints are not deleted yet")
+
+    def _delete(self, digest: str, policy: str, kind: str) -> bool:
+        """Deletes bytes; False where somebody uses them or a row names them."""
+        with self._marks:
+            if not policy and kind == "sampler_weights":
+                policy = self._policy_of(digest)
+            if {digest, policy} & self._in_use.keys() or not self.book.unused(digest):
+                return False
+            if kind == "weights":
+                self._file(digest).unlink(missing_ok=True)
+            elif kind == "external_weights":
+                external.remove(self.folder / "external", digest)
+            elif policy:
+                self._retire(policy, digest)
+        return True
+
+    def leftovers(self) -> list[Path]:
+        """What a process that was killed left: half-written files, and bytes whose row was never committed."""
+        named = self.book.named()
+        found = [*self.folder.iterdir(), *(self.folder / "external").glob("*")]
+        digests = [(path, path.name.removesuffix(".safetensors")) for path in found]
+        return [path for path, digest in digests if path.name.startswith(".") or (is_digest(digest) and digest not in named)]
+
+    def sweep(self, leftovers: Iterable[Path]) -> None:
+        """Deletes ``leftovers`` that were listed before anything was saved, but for those that are named or used by now."""
+        for path in leftovers:
+            with self._marks:
+                digest = path.name.removesuffix(".safetensors")
+                if digest in self._in_use or not self.book.unused(digest):
+                    continue
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
+
+    def _retire(self, policy: str, digest: str) -> None:
+        """Retires a policy's revisions of a digest, but for those that a person gave an alias, and the last that the policy has."""
+        try:
+            named = {alias.number for alias in self.catalog.aliases(policy) if alias.name != names.LATEST}
+        except (DatabaseFailed, StorageFailed):
+            raise
+        except UserError:  # the policy was deleted
             return
-        if row.kind == "weights":
-            self._file(row.digest).unlink(missing_ok=True)
-        elif row.kind == "external_weights":
-            external.remove(self.folder / "external", row.digest)
-        else:
-            self._retire(row.told.get("policy") or f"{row.tenant}/{row.model}", {row.digest}, "its checkpoint was deleted")
-
-    def _retire(self, policy: str, digests: Collection[str], why: str) -> None:
-        """Takes revisions out of use, but for those that a person gave an alias, and the last that a policy has."""
-        named = {alias.number for alias in self.catalog.aliases(policy) if alias.name != names.LATEST}
         live = [revision for revision in self._revisions(policy) if revision.state == "live"]
-        going = [revision.number for revision in live if revision.digest in digests and revision.number not in named]
+        going = [revision.number for revision in live if revision.digest == digest and revision.number not in named]
         staying = sorted({revision.number for revision in live} - set(going)) or [going.pop()] if going else []
         if going:
-            self.catalog.promote(policy, staying[-1], names.LATEST, by="service", why=why)
+            self.catalog.promote(policy, staying[-1], names.LATEST, by="service", why="its checkpoint was removed")
         for number in going:
-            self.catalog.retire(policy, number, by="service", why=why)
+            self.catalog.retire(policy, number, by="service", why="its checkpoint was removed")
 
     def _revisions(self, policy: str) -> Iterator[Revision]:
         page = self.catalog.revisions(policy)
@@ -274,31 +397,13 @@ class Checkpoints:
             yield from page
             page = self.catalog.revisions(policy, after=page[-1].number)
 
-    def expire(self) -> int:
-        """Removes what has outlived its time; how many."""
-        gone = self.book.expired()
-        for row in gone:
-            self.remove(row)
-        return len(gone) + self._forget_snapshots()
-
-    def _forget_snapshots(self) -> int:
-        """Takes weights out of use that were saved to be sampled at once, ``SNAPSHOTS_S`` after the end of their session: no call of
-        Tinker's deletes them, and a run of reinforcement learning makes one at each step."""
-        stale = self.book.stale_snapshots(SNAPSHOTS_S)
-        ids, of = [sampler.id for sampler in stale], collections.defaultdict[str, set[str]](set)
-        for digest in {sampler.digest for sampler in stale if sampler.digest is not None}:
-            if self.book.unused(digest, ids) and (policy := self._policy_of(digest)) is not None:
-                of[policy].add(digest)
-        for policy, digests in of.items():
-            self._retire(policy, digests, "its session has ended")
-        if ids:
-            self.book.remove_samplers(ids)
-        return len(ids)
-
-    def _policy_of(self, digest: str) -> str | None:
+    def _policy_of(self, digest: str) -> str:
+        """The policy of a model of this server's that has a live revision of a digest; empty where there is none."""
         try:
-            return self.catalog.resolve(digest).policy
+            policy = self.catalog.resolve(digest).policy
+            self.book.owner(policy.partition("/")[2])
         except (DatabaseFailed, StorageFailed):
             raise
-        except UserError:  # retired already
-            return None
+        except UserError:  # retired already, or somebody else's
+            return ""
+        return policy

@@ -11,7 +11,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,26 +28,33 @@ LINK_S = 3600.0
 SUFFIX = ".age"
 
 
-def write(folder: Path, held: Held, base: Base, specs: Any, recipients: Sequence[str] = ()) -> tuple[str, int]:
-    """Writes an adapter below ``folder``, in a folder named by the digest of its files; the digest, and their bytes.
+def files_of(held: Held, base: Base, specs: Any, recipients: Sequence[str] = ()) -> dict[str, bytes]:
+    """The files of an adapter as PEFT has it, by name; each encrypted where there are recipients.
 
     Raises:
         UserError: a recipient is no age public key.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".") as made:
+    with tempfile.TemporaryDirectory() as made:
         paths = list(lora_tree.projections(specs, held.config.targets))
         name, plain = public_name(base.name), Path(made) / "plain"
         peft.write_peft(plain, held.adapter(), held.config, hf.module_names(base.cfg, paths), name, hf.is_moe_type(base.cfg))
         contents = {path.name: path.read_bytes() for path in sorted(plain.iterdir())}
-    if recipients:
-        contents = {name + SUFFIX: _encrypted(data, recipients) for name, data in contents.items()}
-    digest = blake3_of(b"".join(blake3_of(name.encode() + b"\0" + data).encode() for name, data in contents.items()))
-    if not (folder / digest).exists():
-        with files.new_directory(folder / digest) as new:
-            for name, data in contents.items():
-                (new / name).write_bytes(data)
-    return digest, sum(map(len, contents.values()))
+    return {name + SUFFIX: _encrypted(data, recipients) for name, data in contents.items()} if recipients else contents
+
+
+def digest_of(contents: Mapping[str, bytes]) -> str:
+    """The digest of an adapter's files, by which its folder is named."""
+    return blake3_of(b"".join(blake3_of(name.encode() + b"\0" + data).encode() for name, data in contents.items()))
+
+
+def write(folder: Path, digest: str, contents: Mapping[str, bytes]) -> None:
+    """Writes an adapter's files into ``folder / digest``; they are on the disk when this returns."""
+    if (folder / digest).exists():
+        return
+    with files.new_directory(folder / digest, proof=next(iter(contents))) as new:
+        for name, data in contents.items():
+            files.write_file(new / name, data)
+    files.sync_folder(folder)
 
 
 def _encrypted(data: bytes, recipients: Sequence[str]) -> bytes:

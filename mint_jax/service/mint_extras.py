@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from mint_jax import params as params_lib
-from mint_jax.catalog.packed import Schema, pack, unpack
+from mint_jax.catalog.packed import Schema, digest_of, pack, unpack
 from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
 from mint_jax.service import checkpoints
@@ -111,17 +111,17 @@ class MintExtras:
     def _keep(self, request: str, first: Checkpoint, name: str, made: Interpolated, metadata: dict[str, Any]) -> Checkpoint:
         """The row of a sum. Its revision is of a policy apart: all revisions of one have one rank, and sums may have others."""
         server = self.server
-        server.book.need_free(first.model, "sampler_weights", name, request)
         schema = Schema(server.base.fingerprint, made.config)
         policy = f"{first.tenant}/{first.model}:sums:{blake3_of(schema.to_json().encode())[:16]}"
         data = pack(params_lib.nest(made.factors), schema)
-        server.checkpoints.need_room(first.tenant, len(data))
-        digest = server.catalog.export(policy, data, 0, create=True, by="service", origin="sum of sampler weights").digest
+        digest = digest_of(data)
         told = {"config": dataclasses.asdict(made.config), "base": server.base.fingerprint, "metadata": metadata, "policy": policy}
         now = server.book.clock()
         row = Checkpoint(first.model, "sampler_weights", name, first.tenant, digest, len(data), request, told, now, None, False)
-        with server.checkpoints.naming:
+        with server.checkpoints.naming, server.checkpoints.using(digest, policy):
             server.book.need_free(row.model, row.kind, row.name, request)
+            server.checkpoints.need_room(first.tenant, len(data))
+            server.catalog.export(policy, data, 0, create=True, by="service", origin="sum of sampler weights")
             server.book.add_checkpoint(row)
         return row
 

@@ -198,8 +198,7 @@ class Server:
     @contextlib.contextmanager
     def running(self) -> Iterator["Server"]:
         """Serves until the block ends. Training that has not ended then goes on when the folder is served again."""
-        shutil.rmtree(self.folder / "spilled", ignore_errors=True)
-        (self.folder / "spilled").mkdir(parents=True)
+        leftovers = self.checkpoints.leftovers()
         durable = Durable(
             self.folder / "training",
             self.loop.training,
@@ -211,6 +210,13 @@ class Server:
             ended=lambda model, number: self.quotas.end_all(model) if number is None else self.quotas.end((model, number)),
         )
         self.durable = durable
+        # Only now is it certain that no other process has the folder. The loop, which may spill states, does not run yet.
+        shutil.rmtree(self.folder / "spilled", ignore_errors=True)
+        (self.folder / "spilled").mkdir(parents=True)
+        self.checkpoints.sweep(leftovers)
+        for model in durable.restored:  # a crash came between the end of a session and that of its models' training
+            if self.book.has_ended(model):
+                durable.forget(model)
         keeper = threading.Thread(target=self._maintain, name="maintenance", daemon=True)
         try:
             with self.loop.running():

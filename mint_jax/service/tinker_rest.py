@@ -4,9 +4,7 @@ import asyncio
 import io
 import json
 import tarfile
-import tempfile
 from email.utils import formatdate
-from pathlib import Path
 from typing import Any
 
 from starlette.requests import Request as Asked
@@ -19,7 +17,7 @@ from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
 from mint_jax.service import checkpoints, external
 from mint_jax.service.asking import Handler, tenant_of, told_in
-from mint_jax.service.book import Checkpoint, Model, iso
+from mint_jax.service.book import Checkpoint, Model, NotFound, iso
 from mint_jax.service.server import Server
 from mint_jax.service.wire.reading import integer, text
 from mint_jax.train.held import Held
@@ -138,7 +136,11 @@ class Rest:
         row, links = self._row(request), self.server.links
         if row.kind != "external_weights":
             raise UserError(f"{row.path} has no files to download; save_weights_external makes some")
-        made = {name: str(request.url_for("file", token=links.make(row.digest, name))) for name in external.names(links.folder, row.digest)}
+        try:
+            found = external.names(links.folder, row.digest)
+        except FileNotFoundError:  # removed since its row was read
+            raise NotFound(f"there is no checkpoint {row.path}") from None
+        made = {name: str(request.url_for("file", token=links.make(row.digest, name))) for name in found}
         return JSONResponse({"urls": made, "expires": iso(self.server.book.clock() + external.LINK_S)})
 
     async def archive(self, request: Asked) -> Response:
@@ -154,16 +156,19 @@ class Rest:
         adapter, schema = unpack(self.server.checkpoints.fetch(digest))
         held = Held(schema.config, {"factors": dict(params_lib.leaves_with_path(adapter))})
         out = io.BytesIO()
-        with tempfile.TemporaryDirectory() as made, tarfile.open(fileobj=out, mode="w") as tar:
-            written, _ = external.write(Path(made), held, self.server.base, self.server.specs)
-            for path in sorted((Path(made) / written).iterdir()):
-                tar.add(path, path.name)
+        with tarfile.open(fileobj=out, mode="w") as tar:
+            for name, data in external.files_of(held, self.server.base, self.server.specs).items():
+                entry = tarfile.TarInfo(name)
+                entry.size = len(data)
+                tar.addfile(entry, io.BytesIO(data))
         return out.getvalue()
 
     async def file(self, request: Asked) -> Response:
         path = self.server.links.follow(request.path_params["token"])
         if path.name == ARCHIVE:
             return Response(await asyncio.to_thread(self._tar, path.parent.name), media_type="application/x-tar")
+        if not path.is_file():
+            raise NotFound("the checkpoint of this link was deleted: save another one")
         return FileResponse(path, media_type="application/octet-stream", filename=path.name)
 
     async def weights_info(self, request: Asked) -> Response:

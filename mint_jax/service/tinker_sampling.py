@@ -46,7 +46,10 @@ class Sampling:
         self.server.need_open(tenant, session)
         path = given(told, "model_path", text)
         digest = self._weights(tenant, path, given(told, "base_model", text))
-        sampler = await asyncio.to_thread(self.server.book.add_sampler, session, place, tenant, path, digest)
+        if path is None:
+            sampler = await asyncio.to_thread(self.server.book.add_sampler, session, place, tenant, None, None)
+        else:
+            sampler = await asyncio.to_thread(self.server.checkpoints.add_sampler, session, place, tenant, path)
         if (sampler.path, sampler.digest) != (path, digest):
             raise Conflict(f"sampling session {sampler.id!r} is of {sampler.path or self.server.name}: give another a new number")
         return JSONResponse({"type": "create_sampling_session", "sampling_session_id": sampler.id})

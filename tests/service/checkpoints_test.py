@@ -1,12 +1,15 @@
 """Checkpoints: what a client samples from is the policy of that moment, for good; what is loaded is what was saved; names and bytes end
 when they should."""
 
+import contextlib
 import dataclasses
+import random
 import threading
 
 import numpy as np
 import pytest
 
+from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.errors import UserError
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
@@ -14,9 +17,11 @@ from mint_jax.models import transformer
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from mint_jax.service import checkpoints
-from mint_jax.service.book import NotFound
+from mint_jax.service.book import Book, NotFound
 from mint_jax.service.calls import Create, ForwardBackward, Load, Optim, Save
+from mint_jax.service.checkpoints import Checkpoints
 from mint_jax.service.server import Server, Sizes
+from mint_jax.train import held as held_lib
 from mint_jax.train.state import OptimizerConfig
 from tests.train.live_test import SHAPES, coefs, random_data, random_state
 
@@ -319,3 +324,262 @@ def test_saves_of_many_policies_at_once_are_each_their_own(rng, server):
         thread.join()
     assert paths == {model: f"tinker://{model}/sampler_weights/a" for model in models}
     assert len({server.checkpoints.digest("default", path) for path in paths.values()}) == 5
+
+
+class Shelf:
+    """Checkpoints without a server: states of one small adapter are saved by hand."""
+
+    KINDS = ("weights", "sampler_weights", "external_weights")
+
+    def __init__(self, base, folder):
+        self.book, self.catalog = Book(folder / "server.db"), Catalog.open(folder / "catalog")
+        self.checkpoints = Checkpoints(folder / "checkpoints", self.book, self.catalog, base)
+        self.session = self.book.open_session("default", {})
+        self.model = self.book.add_model(self.session, 0, "default", {}).id
+        specs, config = transformer.abstract(base.cfg), AdapterConfig(1, 2.0, ("q",))
+        self.states = [held_lib.fresh(specs, config, seed) for seed in range(3)]
+        self._requests = iter(range(1 << 30))
+
+    def save(self, kind, name, state=0, **options):
+        call = Save(kind, name, **options)
+        return self.checkpoints.save(self.model, f"request {next(self._requests)}", call, self.states[state])
+
+    def row(self, kind, name, model=None):
+        return self.book.checkpoint("default", model or self.model, kind, name)
+
+    def load(self, row):
+        """Reads what a row names, as whoever uses it does."""
+        if row.kind == "weights":
+            self.checkpoints.load(Load(row.path, True, "default"))
+        elif row.kind == "sampler_weights":
+            self.checkpoints.fetch(row.digest)
+        else:
+            assert any((self.checkpoints.folder / "external" / row.digest).iterdir())
+
+    def close(self):
+        self.book.close()
+        self.catalog.close()
+
+
+@pytest.fixture
+def shelf(tiny_base, tmp_path):
+    with contextlib.closing(Shelf(tiny_base("llama"), tmp_path)) as made:
+        yield made
+
+
+def beside(call, wait_s=0.3):
+    """Starts a call in a thread and gives it time; it may have to wait for a lock that is held here."""
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join(wait_s)
+    return thread
+
+
+@pytest.mark.parametrize("by", ["delete", "overwrite", "expiry"])
+@pytest.mark.parametrize("kind", Shelf.KINDS)
+def test_bytes_that_are_being_saved_outlive_the_removal_of_their_last_name(shelf, monkeypatch, kind, by):
+    """x has the same bytes as y, and goes when those of y are written and its row is not."""
+    shelf.save(kind, "x")
+    shelf.save(kind, "z", 1)
+    add, threads = shelf.book.add_checkpoint, []
+
+    def remove():
+        if by == "delete":
+            shelf.checkpoints.remove(shelf.row(kind, "x"))
+        elif by == "overwrite":
+            x = shelf.row(kind, "x")
+            shelf.book.add_checkpoint(dataclasses.replace(x, digest=shelf.row(kind, "z").digest))
+            shelf.checkpoints.reclaim()
+        else:
+            shelf.book.change_checkpoint(shelf.row(kind, "x"), expires=1.0)
+            shelf.checkpoints.expire()
+
+    def add_late(row):
+        monkeypatch.setattr(shelf.book, "add_checkpoint", add)
+        threads.append(beside(remove, 30))
+        assert not threads[0].is_alive(), "a removal does not wait for a save"
+        add(row)
+
+    monkeypatch.setattr(shelf.book, "add_checkpoint", add_late)
+    shelf.save(kind, "y")
+    assert len(threads) == 1
+    shelf.load(shelf.row(kind, "y"))
+    if by != "overwrite":
+        with pytest.raises(NotFound):
+            shelf.row(kind, "x")
+
+
+@pytest.mark.parametrize("at", ["aliases", "promote", "retire"])
+def test_a_sampler_checkpoint_is_deleted_while_its_policy_saves(shelf, monkeypatch, at):
+    """At each step of the removal the same weights are saved under another name: that one stays, and the removal succeeds."""
+    shelf.save("sampler_weights", "x")
+    shelf.save("sampler_weights", "z", 1)
+    whole, threads = getattr(shelf.catalog, at), []
+
+    def during(*args, **named):
+        monkeypatch.undo()
+        threads.append(beside(lambda: shelf.save("sampler_weights", "y")))
+        return whole(*args, **named)
+
+    monkeypatch.setattr(shelf.catalog, at, during)
+    shelf.checkpoints.remove(shelf.row("sampler_weights", "x"))
+    [thread] = threads
+    thread.join(30)
+    with pytest.raises(NotFound):
+        shelf.row("sampler_weights", "x")
+    for name in "yz":
+        shelf.load(shelf.row("sampler_weights", name))
+    policy = shelf.row("sampler_weights", "y").policy
+    assert shelf.catalog.resolve(f"{policy}@latest").digest == shelf.row("sampler_weights", "y").digest, "the last that was saved"
+
+
+@pytest.mark.parametrize("failing", ["promote", "retire"])
+def test_a_removal_whose_bytes_cannot_be_deleted_is_a_removal(shelf, monkeypatch, failing):
+    """The client hears what happened to its checkpoint; the bytes are deleted in a later pass."""
+    shelf.save("sampler_weights", "x")
+    shelf.save("sampler_weights", "z", 1)
+    row = shelf.row("sampler_weights", "x")
+
+    def refuse(*args, **named):
+        raise UserError("the catalog refuses")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shelf.catalog, failing, refuse)
+        shelf.checkpoints.remove(row)
+    with pytest.raises(NotFound):
+        shelf.row("sampler_weights", "x")
+    with pytest.raises(NotFound):
+        shelf.checkpoints.remove(row)
+    shelf.checkpoints.fetch(row.digest)
+    shelf.checkpoints.expire()
+    with pytest.raises(UserError, match="is retired"):
+        shelf.checkpoints.fetch(row.digest)
+
+
+@pytest.mark.parametrize("use", ["load", "copy", "copy to be sampled", "sampler"])
+def test_what_is_read_or_named_anew_outlives_its_removal(shelf, monkeypatch, use):
+    """A load, a copy and a sampler that have found a row use its bytes, though the row goes before they do."""
+    kind = "weights" if use in ("load", "copy") else "sampler_weights"
+    shelf.save(kind, "z", 1)
+    path = shelf.save(kind, "x")["path"]
+    digest, reading = shelf.row(kind, "x").digest, shelf.checkpoints.reading
+
+    @contextlib.contextmanager
+    def late(*args):
+        with reading(*args) as row:
+            shelf.checkpoints.remove(shelf.row(kind, "x"))
+            yield row
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shelf.checkpoints, "reading", late)
+        if use == "load":
+            found = shelf.checkpoints.load(Load(path, True, "default"))
+            assert found.to_bytes() == shelf.states[0].to_bytes()
+        elif use == "sampler":
+            assert shelf.checkpoints.add_sampler(shelf.session, 0, "default", path).digest == digest
+        else:
+            shelf.checkpoints.copy("default", path, "another", "request", None)
+    shelf.checkpoints.expire()
+    if use == "sampler":
+        shelf.checkpoints.fetch(digest)
+    elif use != "load":
+        copy = shelf.row(kind, "x", "another")
+        shelf.load(copy)
+        shelf.checkpoints.remove(copy)
+    if use != "sampler":
+        with pytest.raises((UserError, NotFound)):
+            shelf.checkpoints.fetch(digest)
+        assert not (shelf.checkpoints.folder / f"{digest}.safetensors").exists(), "with the last name its bytes go"
+
+
+def test_a_row_that_was_replaced_or_kept_is_not_removed_for_its_predecessor(shelf):
+    """A removal acts on what is there when it happens, not on what was read before."""
+    shelf.save("weights", "x", ttl_s=3600)
+    old = shelf.row("weights", "x")
+    shelf.save("weights", "x", 1, overwrite=True)
+    shelf.checkpoints.remove(old)
+    assert not list(shelf.checkpoints.folder.glob("*.safetensors")), "the bytes of the one that was removed are gone"
+    for change in (shelf.checkpoints.remove, lambda row: shelf.book.change_checkpoint(row, public=True)):
+        with pytest.raises(NotFound):
+            change(old)
+
+
+def test_a_save_that_fails_leaves_nothing(shelf, monkeypatch):
+    for kind in Shelf.KINDS:
+        shelf.save(kind, "z", 1)
+    before = sorted(path.name for path in shelf.checkpoints.folder.rglob("*"))
+
+    def refuse(row):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shelf.book, "add_checkpoint", refuse)
+    for kind in Shelf.KINDS:
+        with pytest.raises(OSError, match="No space left"):
+            shelf.save(kind, "x")
+        with pytest.raises(NotFound):
+            shelf.row(kind, "x")
+    assert sorted(path.name for path in shelf.checkpoints.folder.rglob("*")) == before
+
+
+def test_what_a_killed_process_left_is_swept(shelf):
+    kept = [shelf.row(kind, "x") for kind in Shelf.KINDS if shelf.save(kind, "x")]
+    left = [shelf.checkpoints.folder / name for name in (f"{'a' * 64}.safetensors", f".{'b' * 64}.safetensors-1")]
+    for path in left:
+        path.write_bytes(b"half")
+    for name in ("c" * 64, ".staged"):
+        (shelf.checkpoints.folder / "external" / name).mkdir()
+    (shelf.checkpoints.folder / "notes.txt").write_text("somebody's")
+    shelf.checkpoints.sweep(shelf.checkpoints.leftovers())
+    for row in kept:
+        shelf.load(row)
+    names = {path.name for path in shelf.checkpoints.folder.glob("*")} | {
+        path.name for path in (shelf.checkpoints.folder / "external").glob("*")
+    }
+    assert names == {f"{kept[0].digest}.safetensors", kept[2].digest, "external", "notes.txt"}
+
+
+def test_many_threads_save_delete_copy_and_expire_and_what_is_named_is_there(shelf, rng):
+    """What nobody removes stays to the end; every row that is left loads; nothing is left without a row."""
+    seed, turns, errors = int(rng.integers(1 << 30)), 60, []
+    kept = [(kind, f"kept{i}") for i, kind in enumerate(Shelf.KINDS)]
+
+    def work(number):
+        choice = random.Random(f"{seed} {number}")
+        for turn in range(turns):
+            kind, name = choice.choice(Shelf.KINDS), choice.choice("abc")
+            what = choice.choice(("save", "save", "keep", "remove", "copy", "expire"))
+            try:
+                if what == "save":
+                    shelf.save(kind, name, choice.randrange(2), overwrite=True)
+                elif what == "keep":
+                    shelf.save(*kept[number % 3], choice.randrange(2), overwrite=True)
+                elif what == "remove":
+                    shelf.checkpoints.remove(shelf.row(kind, name))
+                elif what == "copy":
+                    path = shelf.row(kind, name).path
+                    shelf.checkpoints.copy("default", path, f"copy {number} {turn}", f"{number} {turn}", None)
+                else:
+                    shelf.book.change_checkpoint(shelf.row(kind, name), expires=1.0)
+                    shelf.checkpoints.expire()
+            except NotFound:
+                pass
+            except BaseException as error:
+                errors.append(error)
+                raise
+
+    for kind, name in kept:
+        shelf.save(kind, name)
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert not errors
+    shelf.checkpoints.expire()
+    rows = shelf.book.checkpoints("default")
+    assert {(row.kind, row.name) for row in rows} >= set(kept)
+    for row in rows:
+        shelf.load(row)
+    digests = {kind: {row.digest for row in rows if row.kind == kind} for kind in Shelf.KINDS}
+    assert {path.stem for path in shelf.checkpoints.folder.glob("*.safetensors")} == digests["weights"]
+    assert {path.name for path in (shelf.checkpoints.folder / "external").iterdir()} == digests["external_weights"]

@@ -136,7 +136,7 @@ def test_a_checkpoint_ends_with_its_time(site, monkeypatch):
     assert paths() == {other}
     user_error(trainer.load_state(path), "there is no checkpoint")
     site.server.maintain()
-    assert site.server.book.expired() == []
+    assert site.server.book.remove_expired() == 0
     assert trainer.load_state(other).result().path == other
     rest.set_checkpoint_ttl_from_tinker_path(other, 4000).result()
     monkeypatch.setattr(site.server.book, "clock", lambda: now + 8000)
