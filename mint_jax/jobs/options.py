@@ -542,7 +542,8 @@ class Serve(WithCatalog):
         idle_gap_s: the same while none decode.
         snapshot_every: updates of a policy between two snapshots of its state.
         snapshot_s: seconds after which one is taken all the same.
-        session_s: seconds without a sign of life after which a session ends, and its policies leave training.
+        session_s: seconds without a request of its client after which a session ends, and its policies leave training; only time in which
+            the server runs counts, from its start at the earliest.
         body_mb: of a request's body, MB at most.
         tenant_requests: of one tenant in flight; more are told to come back.
         tenant_tokens: of one tenant's samples and training requests in flight, likewise; 0: any number. This and the next two are of

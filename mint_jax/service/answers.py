@@ -19,6 +19,7 @@ from mint_jax.service.futures import KEEP_S, Conflict, Gone
 from mint_jax.service.waker import Waker
 
 FORGOTTEN_S = 1800.0
+PLACES = 1 << 32  # that one process gives out
 PREFIX = "a-"  # of ids: no future's begins so
 
 
@@ -60,18 +61,21 @@ class Answers:
     """See the module.
 
     Args:
-        clock: seconds.
+        clock: monotonic seconds.
+        start: number of this start of the server, above those of all earlier ones. A client's cursor outlives a restart, so places
+            go on behind all that an earlier process gave out.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic, keep_s: float = KEEP_S, forgotten_s: float = FORGOTTEN_S):
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, keep_s: float = KEEP_S, forgotten_s: float = FORGOTTEN_S, start: int = 0
+    ):
         self._clock, self.keep_s, self.forgotten_s = clock, keep_s, forgotten_s
         self._lock = threading.Lock()
         self._waker = Waker()
         self._answers: dict[str, Answer] = {}
         self._numbers: dict[tuple[str, int], str] = {}
         self._ends: dict[str, collections.OrderedDict[int, Answer]] = {}  # of each group, by place
-        # A client's cursor outlives a restart: places go on behind all that the process before gave out.
-        self._places = time.time_ns() // 1000
+        self._places = start * PLACES
 
     def __len__(self) -> int:
         return len(self._answers)

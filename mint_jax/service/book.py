@@ -2,6 +2,9 @@
 
 What they hold lies elsewhere: training states in the journal's folder, adapters in the catalog, checkpoints in files. A row of another
 tenant is as if it were not there; only a published checkpoint is seen by all. Whatever creates a row may be sent again, and finds it.
+
+Rows are in the order in which they were made (SQLite's ``rowid``), whatever the clock said then. Times of day are shown to people, and
+end what has a time to live; they come from ``steady``, so that a clock which is set while the server runs moves none of them.
 """
 
 import dataclasses
@@ -24,7 +27,6 @@ SESSIONS = sa.Table(
     sa.Column("tenant", sa.String, nullable=False, index=True),
     sa.Column("told", sa.JSON, nullable=False),
     sa.Column("created", sa.Float, nullable=False),
-    sa.Column("seen", sa.Float, nullable=False),
     sa.Column("ended", sa.Float),
 )  # fmt: skip
 MODELS = sa.Table(
@@ -75,6 +77,7 @@ RECLAIM = sa.Table(
     sa.Column("policy", sa.String, primary_key=True),
     sa.Column("kind", sa.String, nullable=False),
 )  # fmt: skip
+STARTS = sa.Table("starts", META, sa.Column("number", sa.Integer, primary_key=True))
 SECONDS = ("prefill_s", "decode_s", "train_s", "update_s", "load_s")
 SUMS = (*SECONDS, "prefill_tokens", "decode_tokens", "train_tokens")
 COSTS = sa.Table(
@@ -98,7 +101,6 @@ class Session:
     tenant: str
     told: dict[str, Any]
     created: float
-    seen: float
     ended: float | None
 
 
@@ -174,12 +176,12 @@ class Book:
 
     Args:
         path: of the database's file.
-        clock: seconds since 1970.
+        clock: seconds since 1970; None: ``steady``.
     """
 
-    def __init__(self, path: Path, clock: Callable[[], float] = time.time):
+    def __init__(self, path: Path, clock: Callable[[], float] | None = None):
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.clock = clock
+        self.clock = clock or steady()
         self._owners: dict[str, str] = {}
         self._engine = sa.create_engine(f"sqlite:///{path}", connect_args={"timeout": 30.0})
         with self._engine.begin() as connection:
@@ -193,8 +195,8 @@ class Book:
 
     def open_session(self, tenant: str, told: Mapping[str, Any], id: str | None = None) -> str:
         """The id of a new session; of one that is named, and made unless it is there, ``id``."""
-        id, now = id or uuid.uuid4().hex, self.clock()
-        self._insert(SESSIONS, id=id, tenant=tenant, told=dict(told), created=now, seen=now)
+        id = id or uuid.uuid4().hex
+        self._insert(SESSIONS, id=id, tenant=tenant, told=dict(told), created=self.clock())
         return id
 
     def session(self, tenant: str, id: str) -> Session:
@@ -203,12 +205,6 @@ class Book:
     def sessions(self, tenant: str, limit: int, offset: int) -> list[Session]:
         """The newest first."""
         return self._page(Session, SESSIONS, tenant, limit, offset)
-
-    def saw(self, seen: Mapping[str, float]) -> None:
-        """Notes when sessions were heard of last."""
-        with self._engine.begin() as connection:
-            for id, at in seen.items():
-                connection.execute(SESSIONS.update().where(SESSIONS.c.id == id).values(seen=at))
 
     def end_session(self, id: str) -> list[str]:
         """Ends a session, and returns its models that had not ended."""
@@ -219,11 +215,16 @@ class Book:
             connection.execute(MODELS.update().where(*mine).values(ended=self.clock()))
         return found
 
-    def silent(self, seconds: float) -> list[str]:
-        """Sessions that were not heard of for so long and have not ended."""
-        query = sa.select(SESSIONS.c.id).where(SESSIONS.c.ended.is_(None), SESSIONS.c.seen < self.clock() - seconds)
+    def open_sessions(self) -> dict[str, str]:
+        """Tenants of the sessions that have not ended, by id."""
+        query = sa.select(SESSIONS.c.id, SESSIONS.c.tenant).where(SESSIONS.c.ended.is_(None))
         with self._engine.connect() as connection:
-            return list(connection.scalars(query))
+            return dict(connection.execute(query).tuples().all())
+
+    def count_start(self) -> int:
+        """Counts a start of the server, and returns its number: 1, 2, …"""
+        with self._engine.begin() as connection:
+            return connection.execute(STARTS.insert().values(number=None)).inserted_primary_key[0]  # type: ignore[index]
 
     # -- models
 
@@ -367,7 +368,7 @@ class Book:
 
     def checkpoints(self, tenant: str, model: str | None = None, limit: int | None = None, offset: int = 0) -> list[Checkpoint]:
         """The newest first; of one model, or of all."""
-        query = sa.select(CHECKPOINTS).where(*self._mine(tenant, model)).order_by(CHECKPOINTS.c.created.desc(), CHECKPOINTS.c.name)
+        query = sa.select(CHECKPOINTS).where(*self._mine(tenant, model)).order_by(_ROWID.desc())
         with self._engine.connect() as connection:
             return [Checkpoint(**row._mapping) for row in connection.execute(query.limit(limit).offset(offset))]
 
@@ -482,12 +483,12 @@ class Book:
         return kind(**row._mapping)
 
     def _page(self, kind: Any, table: sa.Table, tenant: str, limit: int, offset: int) -> list[Any]:
-        query = sa.select(table).where(table.c.tenant == tenant).order_by(table.c.created.desc(), table.c.id).limit(limit).offset(offset)
+        query = sa.select(table).where(table.c.tenant == tenant).order_by(_ROWID.desc()).limit(limit).offset(offset)
         with self._engine.connect() as connection:
             return [kind(**row._mapping) for row in connection.execute(query)]
 
     def _ids(self, table: sa.Table, tenant: str, session: str) -> list[str]:
-        query = sa.select(table.c.id).where(table.c.tenant == tenant, table.c.session == session).order_by(table.c.created)
+        query = sa.select(table.c.id).where(table.c.tenant == tenant, table.c.session == session).order_by(_ROWID)
         with self._engine.connect() as connection:
             return list(connection.scalars(query))
 
@@ -496,6 +497,7 @@ class Book:
             return connection.execute(sa.select(sa.func.count()).select_from(table).where(table.c.tenant == tenant)).scalar_one()
 
 
+_ROWID = sa.literal_column("rowid")
 _SECONDS = sum((sa.func.sum(COSTS.c[name]) for name in SECONDS), sa.literal(0.0))
 
 
@@ -514,6 +516,12 @@ def _reclaim(row: Checkpoint) -> dict[str, str]:
 def _unnamed(digest: Any) -> Any:
     """Whether no checkpoint and no sampler names a digest."""
     return sa.and_(*(~sa.exists().where(table.c.digest == digest) for table in (CHECKPOINTS, SAMPLERS)))
+
+
+def steady(wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> Callable[[], float]:
+    """A clock of seconds since 1970 that reads the system's clock once, now, and counts on by itself."""
+    offset = wall() - monotonic()
+    return lambda: offset + monotonic()
 
 
 def iso(at: float) -> str:

@@ -16,6 +16,7 @@ now or in a later pass.
 import collections
 import contextlib
 import dataclasses
+import functools
 import logging
 import shutil
 import threading
@@ -201,20 +202,18 @@ class Checkpoints:
         if call.kind == "weights":
             data = held.to_bytes()
             digest, nbytes = blake3_of(data), len(data)
+            write = functools.partial(files.write_file, self._file(digest), data)
         elif call.kind == "sampler_weights":
             data = as_bytes(pack(held.adapter(), Schema(self.base.fingerprint, lora_tree.spelled_out(held.config, self.specs))))
             digest, nbytes = digest_of(data), data.nbytes
+            write = functools.partial(self._export, policy, model, digest, data, held.steps, soon=call.sampler is not None)
         else:
-            data = external.files_of(held, self.base, self.specs, call.recipients)
-            digest, nbytes = external.digest_of(data), sum(map(len, data.values()))
+            contents = external.files_of(held, self.base, self.specs, call.recipients)
+            digest, nbytes = external.digest_of(contents), sum(map(len, contents.values()))
+            write = functools.partial(external.write, self.folder / "external", digest, contents)
         try:
             with self.using(digest, policy):
-                if call.kind == "weights":
-                    files.write_file(self._file(digest), data)
-                elif call.kind == "sampler_weights":
-                    self._export(policy, model, digest, data, held.steps, soon=call.sampler is not None)
-                else:
-                    external.write(self.folder / "external", digest, data)
+                write()
                 if call.sampler is not None:
                     session, number = call.sampler.rsplit(":sample:", 1)
                     return {"sampling_session_id": self.book.add_sampler(session, int(number), tenant, None, digest).id}
@@ -400,10 +399,9 @@ class Checkpoints:
     def _policy_of(self, digest: str) -> str:
         """The policy of a model of this server's that has a live revision of a digest; empty where there is none."""
         try:
-            policy = self.catalog.resolve(digest).policy
-            self.book.owner(policy.partition("/")[2])
+            model = self.catalog.resolve(digest).policy.rpartition("/")[2]
+            return f"{self.book.owner(model)}/{model}"
         except (DatabaseFailed, StorageFailed):
             raise
         except UserError:  # retired already, or somebody else's
             return ""
-        return policy

@@ -7,8 +7,6 @@ every few seconds. A crash takes the points since then: charts have a gap there,
 import collections
 import math
 import threading
-import time
-from collections.abc import Callable
 
 import numpy as np
 
@@ -22,12 +20,11 @@ class Curves:
     """See the module; may be called from any thread.
 
     Args:
-        book: keeps them.
-        clock: seconds since 1970.
+        book: keeps them; its clock dates them.
     """
 
-    def __init__(self, book: Book, clock: Callable[[], float] = time.time):
-        self._book, self._clock = book, clock
+    def __init__(self, book: Book):
+        self._book = book
         self._lock = threading.Lock()
         self._sums: dict[str, tuple[float, float]] = {}  # since a policy's last update: its loss, and the weights that it is a sum over
         self._new: collections.defaultdict[str, list[Point]] = collections.defaultdict(list)
@@ -43,7 +40,7 @@ class Curves:
             with self._lock:
                 loss, weight = self._sums.pop(model, (0.0, 0.0))
                 mean = loss / weight if weight else math.nan
-                self._new[model].append(Point(self._clock(), _finite(mean), _finite(result["grad_norm"])))  # type: ignore[index]
+                self._new[model].append(Point(self._book.clock(), _finite(mean), _finite(result["grad_norm"])))  # type: ignore[index]
 
     def flush(self) -> None:
         """Writes down what is new; what could not be written is tried again with the next."""

@@ -10,8 +10,7 @@ import json
 import secrets
 import shutil
 import tempfile
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,14 +83,15 @@ class Links:
     Args:
         folder: what they lead into.
         key: of this server, 32 bytes or more.
+        clock: seconds since 1970.
     """
 
-    def __init__(self, folder: Path, key: bytes):
-        self.folder, self._key = folder, key
+    def __init__(self, folder: Path, key: bytes, clock: Callable[[], float]):
+        self.folder, self._key, self._clock = folder, key, clock
 
     def make(self, digest: str, name: str, seconds: float = LINK_S) -> str:
         """A token that opens one file."""
-        told = json.dumps([digest, name, time.time() + seconds]).encode()
+        told = json.dumps([digest, name, self._clock() + seconds]).encode()
         return base64.urlsafe_b64encode(self._sign(told) + told).decode().rstrip("=")
 
     def follow(self, token: str) -> Path:
@@ -108,7 +108,7 @@ class Links:
         if not told or not hmac.compare_digest(signature, self._sign(told)):
             raise UserError("this link is none of this server: ask for new ones")
         digest, name, until = json.loads(told)
-        if until < time.time():
+        if until < self._clock():
             raise UserError("this link has expired: ask for new ones")
         return self.folder / digest / name
 

@@ -61,7 +61,7 @@ class Futures:
         places: of each model with a snapshot, the place that goes with the one that was loaded.
         forget: models that are ended first, because their snapshots are lost and the journal alone cannot bring them back.
         keep_s: seconds for which a result is kept after it has arrived.
-        clock: seconds since 1970; it dates records, so that results also expire after a restart.
+        clock: monotonic seconds. After a restart the time to keep a delivered result begins anew.
         journal: options of ``Journal``.
 
     Raises:
@@ -76,7 +76,7 @@ class Futures:
         *,
         forget: Iterable[str] = (),
         keep_s: float = KEEP_S,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
         **journal: Any,
     ):
         self.keep_s, self._clock = keep_s, clock
@@ -173,9 +173,9 @@ class Futures:
                 return
             entry.state = State.ENDING
         if isinstance(outcome, Done):
-            record = Record(Kind.DONE, self._clock(), id, body=outcome.result)
+            record = Record(Kind.DONE, id, body=outcome.result)
         else:
-            record = Record(Kind.FAILED, self._clock(), id, call=outcome.category, body=outcome.error.encode())
+            record = Record(Kind.FAILED, id, call=outcome.category, body=outcome.error.encode())
         ticket = self._journal.append(encode(record), wait_s=None)
         with self._lock:
             running.popleft()
@@ -226,7 +226,7 @@ class Futures:
             entry.delivered_at = self._clock()
             self._delivered[id] = entry
             self._delivered.move_to_end(id)
-            self._journal.append(encode(Record(Kind.DELIVERED, entry.delivered_at, id)), bounded=False, lazy=True)
+            self._journal.append(encode(Record(Kind.DELIVERED, id)), bounded=False, lazy=True)
 
     def acknowledge(self, ids: Iterable[str]) -> None:
         """Says that the client has these outcomes and will not ask again. Unknown ids are fine: they were acknowledged before.
@@ -239,7 +239,7 @@ class Futures:
             for entry in entries:
                 self._must_have_ended(entry)
             for entry in entries:
-                self._journal.append(encode(Record(Kind.ACKNOWLEDGED, self._clock(), entry.id)), bounded=False, lazy=True)
+                self._journal.append(encode(Record(Kind.ACKNOWLEDGED, entry.id)), bounded=False, lazy=True)
                 self._release(entry)
 
     def expire(self) -> int:
@@ -277,7 +277,7 @@ class Futures:
         with self._lock:
             if model not in self._models:
                 return
-            self._journal.append(encode(Record(Kind.FORGOTTEN, self._clock(), model=model)), bounded=False)
+            self._journal.append(encode(Record(Kind.FORGOTTEN, model=model)), bounded=False)
             gone = self._drop(model)
             self._ready = collections.deque(entry for entry in self._ready if entry.model != model)
         self._waker.wake(gone)
@@ -289,7 +289,7 @@ class Futures:
             if not self._journal.releases(needed):
                 return 0
             known = {name: [m.floor, m.place, *sorted(m.settled)] for name, m in self._models.items()}
-            record = Record(Kind.CHECKPOINT, self._clock(), body=json.dumps(known).encode())
+            record = Record(Kind.CHECKPOINT, body=json.dumps(known).encode())
             ticket = self._journal.append(encode(record), bounded=False)
         ticket.result()
         return self._journal.release(min(needed, ticket.start))
@@ -317,7 +317,7 @@ class Futures:
         if not 1 <= seq_id < 2**63:
             raise UserError(f"seq_id of a request to {model!r} is {seq_id}; expected 1 or more")
         digest, id = blake3_of(body), uuid.uuid4().hex
-        payload = encode(Record(Kind.REQUEST, self._clock(), id, model, seq_id, call, digest, body))
+        payload = encode(Record(Kind.REQUEST, id, model, seq_id, call, digest, body))
         checksum = zlib.crc32(payload)  # here, for it takes a millisecond a MB
         with self._lock:
             mine = self._models.get(model)
@@ -361,7 +361,7 @@ class Futures:
         with self._lock:
             entry = self._ids.get(id)
             if entry is not None and self._expired(entry):
-                self._release(entry)
+                self._expire(entry)
             if entry is None or entry.released:
                 raise unknown(id)
             if entry.state is not State.ENDED or entry.outcome is not None:
@@ -393,7 +393,12 @@ class Futures:
             entry = next(iter(self._delivered.values()))
             if not self._expired(entry):
                 break
-            self._release(entry)
+            self._expire(entry)
+
+    def _expire(self, entry: Entry) -> None:
+        """Releases an outcome whose time is over; the record keeps a restart from beginning that time anew."""
+        self._journal.append(encode(Record(Kind.ACKNOWLEDGED, entry.id)), bounded=False, lazy=True)
+        self._release(entry)
 
     def _expired(self, entry: Entry) -> bool:
         return entry.delivered_at is not None and entry.delivered_at + self.keep_s <= self._clock()
@@ -432,7 +437,7 @@ class Futures:
                 raise JournalDamaged(f"journal {self._journal.folder} has at place {found.start} what is no record: {error}") from None
         for name in forget:
             if name in self._models or name in known:
-                self._journal.append(encode(Record(Kind.FORGOTTEN, self._clock(), model=name)))
+                self._journal.append(encode(Record(Kind.FORGOTTEN, model=name)))
                 self._drop(name)
                 known.pop(name, None)
         for name, place in places.items():
@@ -464,8 +469,7 @@ class Futures:
         ready.sort(key=lambda turn: turn[:2])  # stable: the numbers of a model stay in order
         self._ready.extend(entry for _, _, entry in ready)
         delivered = [entry for entry in self._ids.values() if entry.delivered_at is not None and not entry.released]
-        self._delivered.update((entry.id, entry) for entry in sorted(delivered, key=lambda e: e.delivered_at or 0.0))
-        self._release_expired()
+        self._delivered.update((entry.id, entry) for entry in delivered)
 
     def _load_record(self, record: Record, found: Found, places: dict[str, int]) -> None:
         if record.kind is Kind.REQUEST:
@@ -482,6 +486,6 @@ class Futures:
         elif record.kind is Kind.FAILED:
             entry.end(Failed(record.body.decode(), Category(record.call)), found.start, found.end)
         elif record.kind is Kind.DELIVERED:
-            entry.delivered_at = record.time
+            entry.delivered_at = self._clock()
         elif record.kind is Kind.ACKNOWLEDGED:
             entry.released, entry.outcome = True, None

@@ -194,7 +194,8 @@ class Gate:
         with _readable():
             key = self.keys.find(secret := shown.pop())
         if key is None:
-            raise _unknown("the API key is unknown, revoked or expired: ask the server's operator for another")
+            # The SDK fetches another token when it reads this, also where the server's clock was moved past the old one's end.
+            raise _unknown("the API key is unknown, revoked or expired: ask the server's operator for another", ' error="invalid_token"')
         return _Who(key.tenant, key.scopes, key.id, is_token(secret), key.id)
 
     def _check_local(self, headers: list[tuple[bytes, bytes]]) -> None:
@@ -329,8 +330,8 @@ def _readable() -> Iterator[None]:
         raise Refusal(503, "the server cannot read its keys now: ask its operator", {"retry-after": "5"}) from error
 
 
-def _unknown(message: str) -> Refusal:
-    return Refusal(401, message, {"www-authenticate": "Bearer"})
+def _unknown(message: str, why: str = "") -> Refusal:
+    return Refusal(401, message, {"www-authenticate": "Bearer" + why})
 
 
 def _busy(message: str) -> Refusal:

@@ -3,7 +3,7 @@
 ::
 
     segment  <16 hex digits>.journal, named by the place of its first record:  header, record, record, ...
-    header   "mint-journal/1\n\0" | first place u64 | synced place u64 | CRC-32 of these
+    header   "mint-journal/2\n\0" | first place u64 | synced place u64 | CRC-32 of these
     record   payload's length u32 | payload's CRC-32 | CRC-32 of place, length and payload's CRC-32 | payload
 
 All little-endian. A *place* counts the bytes of all records from the journal's beginning, headers left out: it grows for ever,
@@ -39,7 +39,7 @@ from typing import NamedTuple
 from mint_jax.errors import UserError
 from mint_jax.files import sync_folder, write_file
 
-MAGIC = b"mint-journal/1\n\0"
+MAGIC = b"mint-journal/2\n\0"
 HEADER = struct.Struct("<16sQQI")
 FRAME = struct.Struct("<III")
 LONGEST = 1 << 30  # bytes of a payload: no accepted length makes a reader take more memory than this

@@ -2,15 +2,17 @@
 
 ::
 
-    kind u8 | id 16 bytes | time f64, seconds since 1970 | seq_id u64 | lengths of model and call u16 | digest 32 bytes
+    kind u8 | id 16 bytes | seq_id u64 | lengths of model and call u16 | digest 32 bytes
     model, call: UTF-8 | body: the rest
+
+No record has a time: what a restart finds depends on no clock.
 """
 
 import enum
 import struct
 from typing import NamedTuple
 
-_FIXED = struct.Struct("<B16sdQHH32s")
+_FIXED = struct.Struct("<B16sQHH32s")
 LONGEST_NAME = 1000  # bytes of a model's name, and of a call's
 OVERHEAD = _FIXED.size + 2 * LONGEST_NAME  # bytes of a record beside its body, at most
 _NOBODY = "0" * 32
@@ -24,7 +26,7 @@ class Kind(enum.IntEnum):
     DONE: the request ended; ``body`` is its result.
     FAILED: it ended without effect; ``call`` is the category, ``body`` the error in UTF-8.
     DELIVERED: the result has arrived at the client.
-    ACKNOWLEDGED: the client needs the result no more.
+    ACKNOWLEDGED: the client needs the result no more: it said so, or the time to keep it is over.
     FORGOTTEN: ``model`` and all that was asked of it are gone.
     CHECKPOINT: ``body`` is what is still to be known of requests whose own records may be deleted, JSON by model.
     """
@@ -42,7 +44,6 @@ class Record(NamedTuple):
     """One record; see ``Kind``. What a kind has no use for is left empty."""
 
     kind: Kind
-    time: float
     id: str = _NOBODY
     model: str = ""
     seq_id: int = 0
@@ -59,7 +60,6 @@ def encode(record: Record) -> bytes:
             _FIXED.pack(
                 record.kind,
                 bytes.fromhex(record.id),
-                record.time,
                 record.seq_id,
                 len(model),
                 len(call),
@@ -80,8 +80,8 @@ def decode(payload: bytes) -> Record:
     """
     if len(payload) < _FIXED.size:
         raise ValueError(f"{len(payload)} bytes are no record")
-    kind, id, time, seq_id, model_bytes, call_bytes, digest = _FIXED.unpack_from(payload)
+    kind, id, seq_id, model_bytes, call_bytes, digest = _FIXED.unpack_from(payload)
     model_end = _FIXED.size + model_bytes
     call_end = model_end + call_bytes
     model, call = payload[_FIXED.size : model_end].decode(), payload[model_end:call_end].decode()
-    return Record(Kind(kind), time, id.hex(), model, seq_id, call, digest.hex(), payload[call_end:])
+    return Record(Kind(kind), id.hex(), model, seq_id, call, digest.hex(), payload[call_end:])

@@ -179,13 +179,15 @@ class Server:
             self.engine = Engine(base, decode, sizes.max_rows, keep_routes=routed, **cache)
             self.counters = Counters()
             self.loop = Loop(self.engine, self.live, self.residency, self.counters, sizes.gap_s, sizes.idle_gap_s, PIECE_BYTES, self.costs)
-            self.answers, self.sequences = Answers(), Sequences(routed)
+            self.answers, self.sequences = Answers(start=self.book.count_start()), Sequences(routed)
             self.sampler = functools.lru_cache(SAMPLERS)(self.book.sampler)  # of tenant and id: rows that never change
             self.curves = Curves(self.book)
-            self.links = external.Links(folder / "checkpoints" / "external", external.key_of(folder / "links.key"))
+            self.links = external.Links(folder / "checkpoints" / "external", external.key_of(folder / "links.key"), self.book.clock)
             self._opened = opened.pop_all()
-        self.seen: dict[tuple[str, str], float] = {}  # (tenant, session) that were heard of since it was written down
-        self.ready, self.started = False, time.time()
+        self.monotonic: Callable[[], float] = time.monotonic
+        self._contacts: dict[str, tuple[str, float]] = {}  # of open sessions: tenant and the last contact, monotonic seconds
+        self._contacts_lock = threading.Lock()
+        self.ready, self.started = False, self.monotonic()
         self._ending = threading.Event()
 
     # -- its life
@@ -248,10 +250,18 @@ class Server:
         self.curves.flush()
         self.checkpoints.expire()
         self.costs.flush()
-        seen, self.seen = self.seen, {}
-        self.book.saw({session: at for (_, session), at in seen.items()})
-        for session in self.book.silent(self.sizes.session_s):
+        for session in self._silent():
             self.end_session(session)
+
+    def _silent(self) -> list[str]:
+        """Open sessions that nobody was in contact with for ``session_s``. Time in which no server ran does not count, nor does what
+        the clock of the machine says: a session from before this start counts from the first time that it is seen here."""
+        now, tenants = self.monotonic(), self.book.open_sessions()
+        with self._contacts_lock:
+            for ended in self._contacts.keys() - tenants.keys():
+                del self._contacts[ended]
+            last = [(id, self._contacts.setdefault(id, (tenant, now))[1]) for id, tenant in tenants.items()]
+        return [id for id, at in last if now - at >= self.sizes.session_s]
 
     def trouble(self) -> str:
         """Why requests would not be served now; empty if they would."""
@@ -273,9 +283,12 @@ class Server:
         Raises:
             NotFound: no such session of the tenant's.
         """
-        if (tenant, session) not in self.seen and self.book.session(tenant, session).ended is not None:
+        with self._contacts_lock:
+            known = self._contacts.get(session, ("", 0.0))[0] == tenant
+        if not known and self.book.session(tenant, session).ended is not None:
             return False
-        self.seen[tenant, session] = self.book.clock()
+        with self._contacts_lock:
+            self._contacts[session] = tenant, self.monotonic()
         return True
 
     def need_open(self, tenant: str, session: str) -> None:
@@ -287,7 +300,10 @@ class Server:
 
     def end_session(self, id: str) -> None:
         """Ends a session: its models leave training, its checkpoints and samplers stay."""
-        for model in self.book.end_session(id):
+        models = self.book.end_session(id)
+        with self._contacts_lock:
+            self._contacts.pop(id, None)
+        for model in models:
             self.durable.forget(model)
 
     def policy_of(self, policy: str) -> str:

@@ -23,7 +23,7 @@ def state_of(server: Server) -> dict[str, Any]:
         "base": server.name,
         "fingerprint": server.base.fingerprint,
         "at": time.time(),
-        "up_s": round(time.time() - server.started, 1),
+        "up_s": round(time.monotonic() - server.started, 1),
         "trouble": server.trouble(),
         "training": {"waiting": server.loop.training.waiting, "policies": live.places(), "slots": live.slots, "counts": dict(live.counts)},
         "sampling": dict(engine.counts),

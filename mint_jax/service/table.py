@@ -70,7 +70,7 @@ class Entry:
         outcome: None while there is none, and for a long result, which lies at ``ended_at``.
         ended_at, ended: the place of its result's record.
         taken: the executor has it.
-        delivered_at: seconds of the clock.
+        delivered_at: seconds of the futures' clock.
     """
 
     id: str

@@ -106,7 +106,6 @@ class Tinker:
 
     async def finish_session(self, request: Asked) -> Response:
         session = self.server.book.session(tenant_of(request), request.path_params["session"])
-        self.server.seen.pop((session.tenant, session.id), None)
         await asyncio.to_thread(self.server.end_session, session.id)
         return JSONResponse({})
 
@@ -184,6 +183,7 @@ class Tinker:
         model = self.server.book.model(tenant, id)
         if model.ended is not None:
             raise NotFound(f"model {id!r} has ended with its session: load a checkpoint of it into a new one")
+        self.server.is_open(tenant, model.session)  # a contact with the session, as a heartbeat is
         return model
 
     # -- training

@@ -136,10 +136,34 @@ def test_results_stay_until_acknowledged_or_expired(folder):
             futures.wait(kept)
         with pytest.raises(Gone):
             futures.wait("0" * 32)
-    with Futures(folder, clock=clock) as futures:
-        for id in (kept, acknowledged, late):
+    with Futures(folder, clock=Clock(clock.now - 10 * KEEP_S)) as futures:
+        for id in (kept, acknowledged):
             with pytest.raises(Gone):
                 futures.wait(id)
+        assert futures.wait(late) == Done(b"done"), "nobody has looked whether its time was over"
+
+
+@pytest.mark.parametrize("jump", [-1e9, -1.0, 1.0, 1e9])
+def test_a_restart_at_another_time_of_day_keeps_what_was_not_fetched(folder, jump):
+    """A monotonic clock begins anywhere after a reboot: the time to keep a delivered result begins anew, whatever it says."""
+    clock = Clock(2e9)
+    with Futures(folder, clock=clock) as futures:
+        delivered, ended, waiting = fill(futures, "m", 3)
+        for _ in range(2):
+            futures.finish(futures.take().id, Done(b"done"))  # type: ignore[union-attr]
+        assert futures.wait(delivered, 30) == Done(b"done")
+        futures.delivered(delivered)
+    clock.advance(jump)
+    with Futures(folder, clock=clock) as futures:
+        futures.expire()
+        assert futures.wait(delivered) == futures.wait(ended) == Done(b"done")
+        assert run_all(futures)[-1] == ("m", 3, False)
+        assert futures.wait(waiting, 30) == Done(b"done")
+        clock.advance(KEEP_S)
+        futures.expire()
+        with pytest.raises(Gone):
+            futures.wait(delivered)
+        assert futures.wait(ended) == Done(b"done")
 
 
 def test_long_results_are_read_back_from_the_journal(folder, rng):

@@ -128,7 +128,7 @@ def test_without_one_good_key_in_a_header_nobody_gets_in(keys, secrets, caplog, 
 
     got = ask(Gate(app, keys), "POST", path.format(**secrets), headers=headers(secrets), content=b"x" * 1000)
     assert got.status_code == 401
-    assert got.headers["www-authenticate"] == "Bearer"
+    assert got.headers["www-authenticate"] in ("Bearer", 'Bearer error="invalid_token"')
     if path.startswith(("/v1/", "/oai/")):
         error = got.json()["error"]
         assert set(error) == {"message", "type", "param", "code"}

@@ -67,7 +67,7 @@ def test_the_format_is_what_the_page_says(tmp_path):
     for payload in (b"one", b"two!"):
         placed = struct.pack("<QII", len(data), len(payload), zlib.crc32(payload))
         data += struct.pack("<III", len(payload), zlib.crc32(payload), zlib.crc32(placed)) + payload
-    head = b"mint-journal/1\n\0" + struct.pack("<QQ", 0, len(data))
+    head = b"mint-journal/2\n\0" + struct.pack("<QQ", 0, len(data))
     assert [path.name for path in segments(tmp_path / "journal")] == ["0000000000000000.journal"]
     assert segments(tmp_path / "journal")[0].read_bytes() == head + struct.pack("<I", zlib.crc32(head)) + data
 
@@ -275,7 +275,7 @@ def test_a_record_of_a_live_journal_is_checked_when_it_is_read(tmp_path):
 
 def test_another_version_is_not_taken_for_damage(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(journal_lib, "MAGIC", b"mint-journal/2\n\0")
+        patch.setattr(journal_lib, "MAGIC", b"mint-journal/3\n\0")
         Journal(tmp_path / "journal").close()
     with pytest.raises(journal_lib.UserError, match="another version") as caught:
         Journal(tmp_path / "journal")

@@ -238,6 +238,8 @@ class Machine(RuleBasedStateMachine):
         before.close()
         for policy in self.policies.values():
             policy.state, policy.taken = list(policy.saved), []
+            for known in policy.requests.values():  # the time to keep a result begins anew
+                known.delivered_at = None if known.delivered_at is None else self.clock.now
 
     @invariant()
     def every_id_has_its_outcome(self):

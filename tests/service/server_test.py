@@ -1,0 +1,151 @@
+"""A server beside a clock that jumps and after long stops: sessions, accepted requests, answers and checkpoints stay."""
+
+import asyncio
+import time
+
+import pytest
+
+from mint_jax.lora.tree import AdapterConfig
+from mint_jax.service.book import Book, NotFound, steady
+from mint_jax.service.calls import Create, Save
+from mint_jax.service.server import Server, Sizes
+from tests.residency.clock import Clock
+from tests.train.live_test import SHAPES
+
+SIZES = Sizes(slots={2: 1}, adapters={2: 1}, shapes=SHAPES, max_rows=8, host_bytes=1 << 26, session_s=3600.0)
+YEARS = 10 * 365 * 86400.0
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def serve(tiny_base, tmp_path):
+    """``serve()``: a server over one folder, to be entered; its maintenance is called by hand."""
+
+    def make() -> Server:
+        made = Server(tiny_base("llama"), tmp_path / "server", SIZES)
+        made.monotonic = Clock()
+        return made
+
+    return make
+
+
+@pytest.fixture
+def jump(monkeypatch):
+    """``jump(seconds)`` sets the machine's clock, from what it is now."""
+    wall, wall_ns = time.time, time.time_ns
+
+    def set_clock(seconds: float) -> None:
+        monkeypatch.setattr(time, "time", lambda: wall() + seconds)
+        monkeypatch.setattr(time, "time_ns", lambda: wall_ns() + int(seconds * 1e9))
+
+    return set_clock
+
+
+def model_of(server: Server) -> tuple[str, str]:
+    session = server.book.open_session("default", {})
+    return session, server.book.add_model(session, 0, "default", {"rank": 1, "train": {}}).id
+
+
+@pytest.mark.parametrize("seconds", [-YEARS, YEARS])
+def test_a_stop_ends_no_session_and_loses_no_accepted_request(serve, jump, seconds):
+    """However long it was by the clock of the machine. What was accepted before is done, and its results are told."""
+    with serve().running() as server:
+        session, model = model_of(server)
+        assert server.is_open("default", session)
+        ids = [server.durable.submit(model, 1, Create(AdapterConfig(1, 2.0, ("q",))))]
+        ids += [server.durable.submit(model, n, Save("weights", f"s{n}")) for n in (2, 3)]
+        results = [server.durable.result(id, WAIT_S) for id in ids]
+        assert None not in results
+        server.durable.futures.delivered(ids[1])
+        late = server.durable.submit(model, 5, Save("weights", "s5"))
+    jump(seconds)
+    with serve().running() as server:
+        for _ in range(2):
+            server.maintain()
+        assert server.is_open("default", session)
+        assert [server.durable.result(id, WAIT_S) for id in ids] == results
+        server.durable.submit(model, 4, Save("weights", "s4"))
+        assert server.durable.result(late, WAIT_S) == {"path": f"tinker://{model}/weights/s5"}
+        server.monotonic.advance(SIZES.session_s - 1)
+        server.maintain()
+        assert model in server.live
+        server.monotonic.advance(1)
+        server.maintain()
+        assert not server.is_open("default", session), "now it was silent for so long while it was served"
+
+
+@pytest.mark.parametrize("seconds", [-YEARS, YEARS])
+def test_a_clock_that_is_set_while_a_server_runs_changes_nothing(serve, jump, seconds):
+    with serve().running() as server:
+        session, model = model_of(server)
+        for number, call in enumerate((Create(AdapterConfig(1, 2.0, ("q",))), Save("weights", "a", ttl_s=3600)), 1):
+            id = server.durable.submit(model, number, call)
+            path = server.durable.result(id, WAIT_S).get("path")
+        link = server.links.make("digest", "name")
+        server.durable.futures.delivered(id)
+        jump(seconds)
+        server.maintain()
+        assert server.is_open("default", session)
+        assert server.durable.result(id) == {"path": path}
+        assert server.book.checkpoint("default", model, "weights", "a").path == path
+        assert server.links.follow(link).name == "name"
+        second = server.book.open_session("default", {})
+        assert [one.id for one in server.book.sessions("default", 10, 0)] == [second, session]
+
+
+def test_a_session_ends_when_it_was_silent_for_so_long(serve):
+    with serve().running() as server:
+        heard, silent = (model_of(server)[0] for _ in range(2))
+        server.maintain()
+        for _ in range(3):
+            server.monotonic.advance(SIZES.session_s / 2)
+            if server.book.session("default", silent).ended is None:
+                server.maintain()
+            assert server.is_open("default", heard)
+        assert not server.is_open("default", silent)
+        with pytest.raises(NotFound):
+            server.is_open("another", heard)
+
+
+@pytest.mark.parametrize("seconds", [-YEARS, YEARS])
+def test_answers_that_ended_after_a_restart_are_behind_a_cursor_from_before(serve, jump, seconds):
+    """A client polls a group on with the cursor that it has; the clock may be behind what it was."""
+
+    async def ended(server, cursor):
+        answer, _ = server.answers.begin("group", None, "")
+        server.answers.end(answer, "value")
+        found, cursor = await server.answers.wait_group("group", cursor, 0.0)
+        return [one.id for one in found] == [answer.id], cursor
+
+    with serve().running() as server:
+        told, cursor = asyncio.run(ended(server, 0))
+        assert told
+    for by in (seconds, -seconds):
+        jump(by)
+        with serve().running() as server:
+            told, cursor = asyncio.run(ended(server, cursor))
+            assert told
+    assert cursor < 2**53, "clients may hold it as a float"
+
+
+def test_a_steady_clock_reads_the_clock_of_the_machine_once(tmp_path):
+    wall, monotonic = Clock(2e9), Clock(50.0)
+    clock = steady(wall, monotonic)
+    for seconds in (-YEARS, 3 * YEARS):
+        wall.advance(seconds)
+        monotonic.advance(60.0)
+    assert clock() == 2e9 + 120.0
+
+
+def test_what_was_made_later_comes_first_whatever_the_clock_says(tmp_path):
+    clock = Clock(2e9)
+    book = Book(tmp_path / "server.db", clock)
+    made = []
+    for _ in range(4):
+        clock.advance(-1000.0)
+        made.append(book.open_session("default", {}))
+    models = [book.add_model(made[0], number, "default", {}).id for number in range(3) if not clock.advance(-10)]
+    assert [one.id for one in book.sessions("default", 3, 1)] == made[2::-1]
+    assert [one.id for one in book.models("default", 10, 0)] == models[::-1]
+    assert book.models_of("default", made[0]) == models
+    book.close()
