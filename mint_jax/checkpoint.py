@@ -2,13 +2,17 @@
 
 A checkpoint is a tree of arrays, further trees that each restore alone, and one JSON value, committed together. ``save``
 returns once the arrays are copied off the devices; ``wait`` returns once everything is on disk. A crash at any moment leaves
-the checkpoints committed before.
+the checkpoints committed before. With the files their digests are committed, and nothing is restored from a file that has changed.
 
 Where several processes run, all make the same calls in the same order, on one shared folder; each writes its own shards.
 """
 
+import asyncio
 import errno
+import hashlib
+import json
 import logging
+import re
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,6 +26,60 @@ from mint_jax import multihost
 from mint_jax.errors import UserError
 
 FOLDER = "checkpoints"  # of a run, in its workdir
+DIGESTS = "digests.json"  # of a checkpoint: its own digest, then {path: [bytes, SHA-256]} of every other file
+COMMITTED = "commit_success.txt"  # Orbax's mark, written last
+
+
+class _WithDigests(ocp.path.atomicity.AtomicRenameTemporaryPath):
+    """A checkpoint's folder that gets ``DIGESTS`` before it gets its final name: no crash leaves one without the other."""
+
+    async def finalize(self) -> None:
+        if _step_of(self.get_final()) is not None:  # not an item's folder within
+            store, self._checkpoint_metadata_store = self._checkpoint_metadata_store, None  # or files would change after
+            if store is not None:
+                await asyncio.to_thread(store.wait_until_finished)
+            await asyncio.to_thread(_write_digests, Path(self.get()))
+        await super().finalize()
+
+
+def _step_of(folder: Any) -> int | None:
+    found = re.fullmatch(r"step_(\d+)", folder.name)
+    return int(found[1]) if found else None
+
+
+def _write_digests(folder: Path) -> None:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    text = json.dumps({path.relative_to(folder).as_posix(): _digest(path) for path in files}, indent=0)
+    (folder / DIGESTS).write_text(f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}")
+
+
+def _digest(path: Path) -> list[Any]:
+    """Size and SHA-256."""
+    with open(path, "rb") as file:
+        return [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]
+
+
+def _damage(folder: Path) -> str:
+    """The first file of a checkpoint that is not what was saved, and how; empty where all are."""
+    for name in (DIGESTS, COMMITTED):
+        if not (folder / name).is_file():
+            return _how(folder / name)
+    own, _, text = (folder / DIGESTS).read_bytes().partition(b"\n")
+    if hashlib.sha256(text).hexdigest().encode() != own:
+        return f"{folder / DIGESTS} has changed since it was written"
+    for name, (size, digest) in json.loads(text).items():
+        path = folder / name
+        if not path.is_file():
+            return _how(path)
+        if path.stat().st_size != size:
+            return f"{path} has {path.stat().st_size} bytes, {size} were written"
+        if _digest(path)[1] != digest:
+            return f"{path} has changed since it was written"
+    return ""
+
+
+def _how(path: Path) -> str:
+    return f"{path} is {'no file' if path.exists() else 'missing'}"
 
 
 class Checkpoints:
@@ -40,6 +98,7 @@ class Checkpoints:
             create=True,
             step_prefix="step",
             cleanup_tmp_directories=True,
+            temporary_path_class=_WithDigests,
             # Created in the background, they are awaited by a counter of the process, which a revision saved meanwhile moves on.
             async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
         )
@@ -51,6 +110,7 @@ class Checkpoints:
         self._manager = ocp.CheckpointManager(self.directory, options=options)
         self._on_commit = on_commit
         self._pending: int | None = None
+        self._checked: set[int] = set()
 
     def save(self, step: int, arrays: Any, extra: Any, items: Mapping[str, Any] | None = None) -> None:
         """Starts saving. The save before it is waited for, so at most one is in flight.
@@ -105,11 +165,43 @@ class Checkpoints:
         )
 
     def latest(self) -> int | None:
-        """The newest committed step, or None: what process 0 sees of the folder."""
+        """The newest step, or None: what process 0 sees of the folder. Whether its files are whole ``restore`` finds out."""
         return multihost.agree("newest checkpoint", self._newest)
 
     def _newest(self) -> int | None:
-        return max((s for s in self._manager.all_steps() if (self.directory / f"step_{s}" / "commit_success.txt").exists()), default=None)
+        return max(self._steps(), default=None)
+
+    def _steps(self) -> list[int]:
+        """Of all folders with a checkpoint's final name, which Orbax gives to whole ones alone."""
+        return [step for path in self.directory.iterdir() if path.is_dir() and (step := _step_of(path)) is not None]
+
+    def _check(self, step: int) -> None:
+        """Every file of a checkpoint is what was saved: process 0's word.
+
+        Raises:
+            UserError: naming the file, and the newest older checkpoint that is whole.
+        """
+
+        def look() -> None:
+            folder = self.directory / f"step_{step}"
+            if not folder.is_dir():
+                raise UserError(f"checkpoint {step} is not in {self.directory}; it has {sorted(self._steps()) or 'none'}")
+            if not (damage := _damage(folder)):
+                return
+            older = sorted((s for s in self._steps() if s < step), reverse=True)
+            whole = next((s for s in older if not _damage(self.directory / f"step_{s}")), None)
+            remedy = (
+                f"restore it from a copy, or remove {folder} and start again with the same command to go on from step {whole}"
+                if whole is not None
+                else f"restore it from a copy, or remove {self.directory} to begin anew; no older checkpoint is whole"
+            )
+            raise UserError(f"checkpoint {step} is damaged: {damage}: {remedy}")
+
+        if step == self._pending:
+            self.wait()
+        if step not in self._checked:
+            multihost.agree("files of a checkpoint", look)
+            self._checked.add(step)
 
     def restore(self, arrays: Any, step: int | None = None) -> tuple[int, Any, Any]:
         """Step, arrays and JSON value of a checkpoint, the newest by default.
@@ -118,7 +210,7 @@ class Checkpoints:
             arrays: a tree of arrays or ``ShapeDtypeStruct`` with the shapes and shardings to restore into.
 
         Raises:
-            UserError: no checkpoint, or one of another shape.
+            UserError: no checkpoint, one of another shape, or one with a damaged file.
         """
         step = self.latest() if step is None else step
         if step is None:
@@ -128,19 +220,18 @@ class Checkpoints:
 
     def has(self, step: int, item: str) -> bool:
         """Whether a checkpoint has a further tree of this name: process 0's word."""
+        self._check(step)
         return multihost.agree("items of a checkpoint", lambda: (self.directory / f"step_{step}" / item).is_dir())
 
     def has_array(self, step: int, name: str) -> bool:
         """Whether a checkpoint's arrays have this name anywhere in their paths: process 0's word."""
 
         def look() -> bool:
-            try:
-                with ocp.StandardCheckpointer() as checkpointer:
-                    metadata: Any = checkpointer.metadata(self.directory / f"step_{step}" / "arrays").item_metadata
-            except FileNotFoundError:
-                return False  # ``restore`` says what is missing
+            with ocp.StandardCheckpointer() as checkpointer:
+                metadata: Any = checkpointer.metadata(self.directory / f"step_{step}" / "arrays").item_metadata
             return name in _keys(metadata.tree)
 
+        self._check(step)
         return multihost.agree("names in a checkpoint", look)
 
     def restore_item(self, step: int, item: str, arrays: Any) -> Any:
@@ -148,11 +239,10 @@ class Checkpoints:
         return self._restore(step, **{item: _like(arrays)})[item]
 
     def _restore(self, step: int, **items: Any) -> Any:
+        self._check(step)
         args = ocp.args.Composite(**items)
         try:
             return self._manager.restore(step, args=args)
-        except FileNotFoundError as error:
-            raise UserError(f"checkpoint {step} is not in {self.directory} or incomplete ({str(error).splitlines()[0]})") from None
         except Exception as error:
             raise UserError(
                 f"checkpoint {step} in {self.directory} does not fit this config ({str(error).splitlines()[0]}): "

@@ -179,33 +179,77 @@ def test_unfinished_and_strange_folders_are_ignored(rng, tmp_path, checkpoints):
     assert again.restore(arrays)[::2] == (9, {"at": 9})
 
 
-@pytest.mark.parametrize("part", ["everything", "arrays"])
-def test_a_step_without_its_files_is_ignored(rng, tmp_path, checkpoints, part):
-    """A folder with a step's final name whose copy was broken off: no mark of success, or a part is missing."""
+def cut(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+
+
+def to_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGES = {"cut": cut, "flipped": flip, "gone": Path.unlink, "empty": lambda path: path.write_bytes(b""), "a folder": to_folder}
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_every_damaged_file_is_named_and_nothing_is_restored(how, rng, tmp_path, checkpoints):
+    arrays, folder, saved = tree(rng), tmp_path / "checkpoints", checkpoints()
+    for step in (6, 7):
+        saved.save(step, arrays, {"at": step}, {"more": arrays["8"]})
+    saved.wait()
+    sound = shutil.copytree(folder / "step_7", tmp_path / "sound")
+    files = sorted(path.relative_to(sound) for path in sound.rglob("*") if path.is_file())
+    assert {"digests.json", "_CHECKPOINT_METADATA", "commit_success.txt", "arrays/_METADATA"} <= set(map(str, files))
+    calls = (
+        lambda c: c.restore(arrays),
+        lambda c: c.restore_item(7, "more", arrays["8"]),
+        lambda c: c.has(7, "more"),
+        lambda c: c.has_array(7, "scalar"),
+    )
+    for number, file in enumerate(files):
+        DAMAGES[how](folder / "step_7" / file)
+        again = checkpoints()
+        assert again.latest() == 7, "an older one is never taken unasked"
+        if str(file) == "commit_success.txt" and how in ("cut", "flipped", "empty"):  # a mark; what it says is not read
+            assert_same(again.restore(arrays)[1], arrays)
+        else:
+            with pytest.raises(UserError) as error:
+                calls[number % len(calls)](again)
+            message = str(error.value)
+            assert message.startswith(f"checkpoint 7 is damaged: {folder / 'step_7' / file} ")
+            assert f"remove {folder / 'step_7'} and start again with the same command to go on from step 6" in message
+            assert "config" not in message
+        shutil.rmtree(folder / "step_7")
+        shutil.copytree(sound, folder / "step_7")
+    assert_same(checkpoints().restore(arrays)[1], arrays)  # a copy put back is as good
+    shutil.rmtree(folder / "step_7")
+    step, found, extra = checkpoints().restore(arrays)
+    assert (step, extra) == (6, {"at": 6})
+    assert_same(found, arrays)
+    DAMAGES[how](folder / "step_6" / "arrays" / "_METADATA")
+    with pytest.raises(UserError, match=f"remove {folder} to begin anew; no older checkpoint is whole"):
+        checkpoints().restore(arrays)
+
+
+@pytest.mark.parametrize("part", ["nothing", "extra"])
+def test_a_step_whose_copy_was_broken_off_is_refused(rng, tmp_path, checkpoints, part):
+    """A crash leaves no folder of a step's final name without all of its files."""
     arrays, folder, saved = tree(rng), tmp_path / "checkpoints", checkpoints()
     saved.save(7, arrays, {"at": 7})
     saved.wait()
     (folder / "step_11").mkdir()
-    if part == "arrays":
+    if part == "extra":
         shutil.copytree(folder / "step_7" / "extra", folder / "step_11" / "extra")
-    again = checkpoints()
-    assert again.latest() == 7
-    assert again.restore(arrays)[::2] == (7, {"at": 7})
-
-
-@pytest.mark.parametrize("how", ["cut", "gone"])
-def test_damaged_arrays_are_refused(rng, tmp_path, checkpoints, how):
-    arrays, folder, saved = tree(rng, 5000), tmp_path / "checkpoints", checkpoints()
-    saved.save(7, arrays, {})
-    saved.wait()
-    files = [p for p in (folder / "step_7" / "arrays").rglob("*") if p.is_file() and p.parent.name == "d"]
-    biggest = max(files, key=lambda p: p.stat().st_size)
-    if how == "gone":
-        biggest.unlink()
-    else:
-        os.truncate(biggest, biggest.stat().st_size // 2)
-    with pytest.raises(UserError, match="checkpoint 7"):
+    with pytest.raises(UserError, match=r"checkpoint 11 is damaged: .*step_11/digests.json is missing: .* go on from step 7"):
         checkpoints().restore(arrays)
+    shutil.rmtree(folder / "step_11")
+    assert checkpoints().restore(arrays)[::2] == (7, {"at": 7})
 
 
 def state_at(step: int) -> np.ndarray:

@@ -14,7 +14,6 @@ from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import hf, names, stored, transformer
 from mint_jax.models.base import DTYPES
-from mint_jax.models.config import read_config
 from mint_jax.train import state as state_lib
 
 
@@ -40,7 +39,7 @@ def describe(config: Config, workdir: Path) -> dict[str, Any]:
     directory = names.local(config.base)
     if directory is None:
         return out | {"bytes": None, "why": f"base {config.base} is not on this machine yet; the job fetches it"}
-    cfg = read_config(directory)
+    cfg = hf.read_model(directory)
     dtype = DTYPES[config.dtype]
     as_stored = config.as_stored and not stored.why_not(dtype, config.quantise, jax.devices(), common.kernels_of(config).layer_matmul)
     base = params_lib.nbytes(hf.resident_specs(directory, cfg, dtype, config.quantise, as_stored)[0])

@@ -25,16 +25,40 @@ from mint_jax.lora.tree import AdapterConfig, Projection, check_finite
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _MLP = {"gate_proj", "up_proj", "down_proj"}  # what PEFT takes for projections of experts in a model type that knows them
-_UNSUPPORTED = {  # config field -> values that mean "not used"
+# Every field of ``peft.LoraConfig`` is read, in ONLY or in NO_EFFECT.
+READ = (
+    *("peft_type", "peft_version", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "target_parameters", "modules_to_save"),
+)
+ONLY: dict[str, tuple[Any, ...]] = {  # fields that change what is computed -> the values that are computed here
     "use_dora": (False, None),
     "bias": ("none", None),
     "lora_bias": (False, None),
-    "modules_to_save": (None, []),
-    "trainable_token_indices": (None, []),
+    "trainable_token_indices": (None, [], {}),
     "layer_replication": (None, []),
     "alora_invocation_tokens": (None, []),
-    "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal"),  # the others change the base's own weights
-    **dict.fromkeys(("use_qalora", "use_bdlora", "kasa_config", "monteclora_config", "velora_config", "arrow_config"), (None, False)),
+    "megatron_config": (None, {}),
+    "ensure_weight_tying": (False, None),  # factors of the embedding that also adapt the head
+    "init_lora_weights": (None, True, False, "gaussian", "eva", "orthogonal", "mica"),  # others change the base's weights
+    **dict.fromkeys(("use_qalora", "use_bdlora", "kasa_config", "monteclora_config"), (None, False, {})),
+    **dict.fromkeys(("velora_config", "arrow_config"), (None, False, {})),
+}
+NO_EFFECT = {  # field -> why the outputs of a finished adapter do not depend on it
+    "task_type": "names the class of the model; the tensors say what is adapted",
+    "auto_mapping": "names the class of the model",
+    "base_model_name_or_path": "a name; shapes are checked",
+    "revision": "a name",
+    "inference_mode": "whether factors get gradients",
+    "lora_dropout": "training alone",
+    "fan_in_fan_out": "how a Conv1D stores its weight; PEFT sets it back for linear layers, and factors are the same",
+    "layers_pattern": "where layers_to_transform finds numbers; a file names its layers",
+    "megatron_core": "a module's name, used with megatron_config",
+    "loftq_config": "used by init_lora_weights",
+    "eva_config": "used by init_lora_weights",
+    "corda_config": "used by init_lora_weights",
+    "lora_ga_config": "used by init_lora_weights",
+    "qalora_group_size": "used with use_qalora",
+    "runtime_config": "never saved",
 }
 
 Names = Mapping[str, Sequence[str]]  # projection path -> module name per layer, or per layer and expert
@@ -128,13 +152,21 @@ def _per_module(factor: Any) -> np.ndarray:
     return factor.reshape(-1, *factor.shape[-2:])
 
 
-def read_peft(directory: str | Path, names: Names, projections: Mapping[str, Projection], finite: bool = True) -> tuple[Any, AdapterConfig]:
+def read_peft(
+    directory: str | Path,
+    names: Names,
+    projections: Mapping[str, Projection],
+    finite: bool = True,
+    holds: Callable[[str, np.ndarray], bool | None] = lambda name, value: None,
+) -> tuple[Any, AdapterConfig]:
     """Reads a PEFT adapter.
 
     Args:
         names: modules of every projection of the base that could be adapted.
         projections: those projections.
         finite: refuse NaN and infinite weights.
+        holds: whether the base's tensor of this name has these values; None where it has no such tensor. Asked about
+            weights of the base that the file carries (``modules_to_save``, an adapted embedding's own).
 
     Returns:
         The factors, float32, and their config. Layers that the directory leaves out are zero, as are dense layers and
@@ -156,9 +188,6 @@ def read_peft(directory: str | Path, names: Names, projections: Mapping[str, Pro
         )
         raise UserError(f"{directory / WEIGHTS} cannot be read ({error}){hint}") from None
 
-    for name in [n for n in tensors if n.endswith((".embed_tokens.base_layer.weight", ".lm_head.base_layer.weight"))]:
-        del tensors[name]  # PEFT saves the frozen weights of an adapted embedding beside its adapter
-
     def take(module: str, path: str = "") -> tuple[np.ndarray, np.ndarray] | None:
         name_a, name_b = _tensor_names(path, module)
         if (name_a in tensors) != (name_b in tensors):
@@ -166,6 +195,7 @@ def read_peft(directory: str | Path, names: Names, projections: Mapping[str, Pro
         return (tensors.pop(name_a), tensors.pop(name_b)) if name_a in tensors else None
 
     found = _find(take, config, names, projections, directory)
+    _take_base_weights(tensors, holds, directory)
     if tensors:
         raise UserError(
             f"{directory}: tensor {next(iter(tensors))!r} is no LoRA factor of this base: the adapter was trained on another model"
@@ -193,6 +223,51 @@ def read_peft(directory: str | Path, names: Names, projections: Mapping[str, Pro
     return adapter, mine
 
 
+def _take_base_weights(tensors: dict[str, np.ndarray], holds: Callable[[str, np.ndarray], bool | None], directory: Path) -> None:
+    """Takes the weights of the base out of a file: PEFT saves them beside an adapted embedding, and for modules_to_save.
+
+    Raises:
+        UserError: they differ from the base's, over which the adapter would not be what was trained.
+    """
+    for name in list(tensors):
+        plain = name.removeprefix(_PREFIX).replace(".base_layer.", ".").replace(".modules_to_save.", ".")
+        if ".lora_" in name or (same := holds(plain, tensors[name])) is None:
+            continue
+        if not same:
+            raise UserError(
+                f"{directory}: {name!r} differs from the base's {plain}: the adapter was trained over other weights, or "
+                "trained them too, and adapters alone are supported here; use a base with these weights, or train without "
+                "modules_to_save and without changing the embedding"
+            )
+        del tensors[name]
+
+
+def _check_targeted(module: str, config: Mapping[str, Any], directory: Path) -> None:
+    """A module that has factors is among those that the config's lists name; PEFT would drop the factors of any other.
+
+    A regular expression, which a stranger may have written, is not run: the file's tensors say what is adapted.
+    """
+
+    def named(field: str) -> bool | None:
+        value = config.get(field)
+        return any(f".{module}".endswith(f".{one}") for one in value) if isinstance(value, list) else None
+
+    layers = config.get("layers_to_transform")
+    layers = [layers] if isinstance(layers, int) else layers
+    number = next((int(part) for part in module.split(".") if part.isdigit()), None)
+    for field, wrong in (
+        ("target_modules", named("target_modules") is False),
+        ("exclude_modules", named("exclude_modules") is True),
+        ("modules_to_save", named("modules_to_save") is True),
+        ("layers_to_transform", layers and isinstance(config.get("target_modules"), list) and number not in layers),
+    ):
+        if wrong:
+            raise UserError(
+                f"{directory}: the file has factors of {module}, but {field} in {CONFIG} is {str(config[field])[:200]}, "
+                "which leaves it out: config and weights do not belong together"
+            )
+
+
 def _find(
     take: Callable[..., tuple[np.ndarray, np.ndarray] | None],
     config: Mapping[str, Any],
@@ -212,6 +287,8 @@ def _find(
                 raise UserError(f"{directory}: {module} has factors of its own beside the fused ones of all experts; keep one of the two")
             # a matrix that is targeted as a parameter goes by that name in the patterns, too
             key = f"{module}.weight" if is_targeted(f"{module}.weight", targets) else module
+            if key == module and not (targets and len(projections[path].stack) == 2):
+                _check_targeted(module, config, directory)
             rank = _check_pair(*pair, module, projections[path], patterns.rank(key), directory)
             found.setdefault(path, {})[i] = Pair(*pair, patterns.scale(key, rank))
     for path, pairs in found.items():
@@ -273,7 +350,13 @@ def _read_config(directory: Path) -> dict[str, Any]:
         raise UserError(f"{path} holds a {type(config).__name__}; expected an object with peft_type, r and lora_alpha")
     if config.get("peft_type") != "LORA":
         raise UserError(f"{path}: peft_type is {config.get('peft_type')!r}; only LORA adapters can be imported")
-    for field, unused in _UNSUPPORTED.items():
-        if config.get(field) not in unused:
-            raise UserError(f"{path}: {field} is {config[field]!r}, which is not supported; train or merge it without")
+    for field, value in config.items():
+        if field in ONLY and value not in ONLY[field]:
+            raise UserError(f"{path}: {field} is {value!r}, which is not supported; train or merge it without")
+        # A new feature of PEFT is switched on by true or by an object; numbers and names are parameters of one.
+        if field not in (*READ, *ONLY, *NO_EFFECT) and (value is True or (isinstance(value, dict | list) and value)):
+            raise UserError(
+                f"{path}: {field} is {str(value)[:200]}, which is not known here: remove the field if the outputs of "
+                "the adapter do not depend on it"
+            )
     return config

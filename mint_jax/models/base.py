@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from mint_jax import params as params_lib
@@ -20,7 +21,7 @@ from mint_jax.errors import UserError, choice
 from mint_jax.files import new_directory
 from mint_jax.models import gguf, hf, made, quantised, stored, transformer
 from mint_jax.models import names as base_names
-from mint_jax.models.config import Kernels, ModelConfig, from_hf, read_config
+from mint_jax.models.config import Kernels, ModelConfig, from_hf
 from mint_jax.models.names import PACKAGED, RANDOM, UPSTREAM, cache_dir
 
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
@@ -72,6 +73,10 @@ class Base:
     def row_multiple(self) -> int:
         """Batches have a multiple of this many rows: the ways in which the mesh splits them."""
         return sharding.ways("batch", self.mesh)
+
+    def holds(self, name: str, value: np.ndarray) -> bool | None:
+        """See ``hf.holds``."""
+        return hf.holds(self.directory, self.cfg, name, value)
 
     def need_tokenizer(self) -> Tokenizer:
         """The tokenizer, or an error that says what to do without one."""
@@ -193,7 +198,7 @@ def load(
     if quantise and quantise not in quantised.KINDS:
         raise choice("quantise", quantise, ["", *quantised.KINDS])
     directory = resolve(name)
-    cfg = read_config(directory).replace(kernels=kernels)
+    cfg = hf.read_model(directory).replace(kernels=kernels)
     tokenizer = Tokenizer(directory) if (directory / "tokenizer.json").is_file() else None
     if tokenizer is not None and tokenizer.vocab_size > cfg.vocab_size:
         raise UserError(

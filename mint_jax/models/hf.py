@@ -27,7 +27,7 @@ from mint_jax import params as params_lib
 from mint_jax import sharding as sharding_lib
 from mint_jax.errors import UserError
 from mint_jax.models import quantised, stored, transformer
-from mint_jax.models.config import ModelConfig
+from mint_jax.models.config import ModelConfig, read_config
 from mint_jax.params import ParamSpec
 from mint_jax.safetensors_header import header_size, parse_object
 
@@ -85,6 +85,13 @@ LAYER_NAMES: dict[str, dict[str, str]] = {
     "deepseek_v3": _LATENT | _MOE,
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), _SPARSE | _MOE),
 }
+FLOATS = ("F64", "F32", "F16", "BF16")  # dtypes that are read, as safetensors calls them
+PREFIXES = {  # what stands before the decoder's names in a file -> before the head's
+    "model.": "",
+    "": "",  # of the decoder saved alone
+    "language_model.model.": "language_model.",  # of the text part of models of images and text
+    "model.language_model.": "",
+}
 GLOBAL_NAMES = {"embed/w": "model.embed_tokens.weight", "unembed/w": "lm_head.weight", "final_norm": "model.norm.weight"}
 
 
@@ -138,23 +145,54 @@ def module_names(cfg: ModelConfig, paths: Iterable[str]) -> dict[str, list[str]]
 
 
 class Checkpoint:
-    """The tensors of a checkpoint directory, single-file or indexed, opened lazily."""
+    """The tensors of a checkpoint directory, opened lazily, under the names that transformers gives them.
 
-    def __init__(self, directory: str | Path):
+    ``model.safetensors`` is read where it exists; else the files of ``model.safetensors.index.json``; else all
+    ``*.safetensors``. The first two are transformers' order.
+
+    Args:
+        tied: the head is the embedding, so either of them stands for both.
+
+    Raises:
+        UserError: no weights, a file that is missing or damaged, an index that contradicts its files, or two files with
+            different tensors of one name.
+    """
+
+    def __init__(self, directory: str | Path, tied: bool = False):
         self.directory = Path(directory)
-        index = self.directory / "model.safetensors.index.json"
-        if index.is_file():
-            try:
-                self.files: dict[str, str] = json.loads(index.read_text())["weight_map"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise UserError(f"{index} is not a safetensors index ({error!r}): fetch the checkpoint again") from None
+        single, index = self.directory / "model.safetensors", self.directory / "model.safetensors.index.json"
+        claimed: dict[str, str] = {}
+        if single.is_file():
+            paths = [single]
+            if index.is_file():
+                _log.warning("%s is read; the files of %s beside it are not", single, index.name)
+        elif index.is_file():
+            claimed = _weight_map(index)
+            paths = [self.directory / file for file in sorted(set(claimed.values()))]
         else:
-            found = sorted(p.name for p in self.directory.glob("*.safetensors"))
-            if not found:
-                raise UserError(
-                    f"{self.directory} has no *.safetensors: convert the checkpoint with save_pretrained(safe_serialization=True)"
-                )
-            self.files = {name: file for file in found for name in self._open(file).keys()}  # noqa: SIM118 (not a dict)
+            paths = [p for p in sorted(self.directory.glob("*.safetensors")) if p.name != "adapter_model.safetensors"]
+        if not paths:
+            pickles = sorted(p.name for p in self.directory.glob("*.bin"))[:1]
+            raise UserError(
+                f"{self.directory} has no *.safetensors{f', only {pickles[0]}, which is not read' if pickles else ''}: "
+                "convert the checkpoint with save_pretrained(safe_serialization=True)"
+            )
+        self.stored: dict[str, str] = {}  # name in the file -> file
+        for path in paths:
+            for name in self._open(path.name).keys():  # noqa: SIM118 (not a dict)
+                if name in self.stored:
+                    self._check_same(name, self.stored[name], path.name)
+                self.stored.setdefault(name, path.name)
+        for name, file in claimed.items():
+            if name not in self._open(file).keys():  # noqa: SIM118
+                found = f"; it is in {self.stored[name]}" if name in self.stored else ""
+                raise UserError(f"{index} says that {file} holds {name!r}, which it does not{found}: fetch the checkpoint again")
+        prefix = next((p for p in PREFIXES if f"{p}layers.0.input_layernorm.weight" in self.stored), "model.")
+        self._names = {_plain_name(name, prefix): name for name in self.stored}
+        embed, head = GLOBAL_NAMES["embed/w"], GLOBAL_NAMES["unembed/w"]
+        if tied and embed not in self._names and head in self._names:
+            self._names[embed] = self._names.pop(head)
+        self.files = {name: self.stored[stored] for name, stored in self._names.items()}
 
     def _open(self, file: str) -> Any:
         path = self.directory / file
@@ -164,6 +202,13 @@ class Checkpoint:
             return safe_open(path, framework="numpy")
         except SafetensorError as error:
             raise UserError(f"{path} is not a readable safetensors file ({error}): fetch the checkpoint again") from None
+
+    def _check_same(self, name: str, one: str, other: str) -> None:
+        if not same_values(*(self._open(file).get_slice(name) for file in (one, other))):
+            raise UserError(
+                f"{self.directory / one} and {other} both hold {name!r}, and the two differ: remove the file that does "
+                "not belong to the checkpoint"
+            )
 
     def tensor(self, name: str) -> Any:
         """A lazy slice object with ``get_shape()`` and indexing.
@@ -175,10 +220,58 @@ class Checkpoint:
             near = [n for n in self.files if n.split(".")[-2:] == name.split(".")[-2:]][:2]
             hint = f" (it has {', '.join(near)})" if near else ""
             raise UserError(f"{self.directory} has no tensor {name!r}{hint}: config.json and weights do not belong together")
-        try:
-            return self._open(self.files[name]).get_slice(name)
-        except SafetensorError as error:
-            raise UserError(f"{self.directory / self.files[name]} does not hold {name!r} ({error}): fetch the checkpoint again") from None
+        return self._open(self.files[name]).get_slice(self._names[name])
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor name -> file, as an index says."""
+    try:
+        found = json.loads(index.read_text())["weight_map"]
+        if not found or any(not file or Path(file).name != file for file in found.values()):
+            raise ValueError("weight_map names no files beside it")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{index} is not a safetensors index ({error!r}): fetch the checkpoint again") from None
+    return found
+
+
+def _plain_name(stored: str, prefix: str) -> str:
+    """The name in transformers of a tensor whose decoder lies below ``prefix`` in the file."""
+    if stored == PREFIXES[prefix] + GLOBAL_NAMES["unembed/w"]:
+        return GLOBAL_NAMES["unembed/w"]
+    return f"model.{stored.removeprefix(prefix)}" if stored.startswith(prefix) else stored
+
+
+def same_values(one: Any, other: Any) -> bool:
+    """Whether two tensors, lazy or not, are equal in shape and numbers; of different dtypes in the coarser of the two."""
+    shapes = [tuple(x.get_shape() if hasattr(x, "get_shape") else x.shape) for x in (one, other)]
+    if shapes[0] != shapes[1]:
+        return False
+    rows = max(1, (8 << 20) // max(1, math.prod(shapes[0][1:])))  # read in pieces: an embedding is gigabytes
+    count = shapes[0][0] if shapes[0] else 0
+    parts = [slice(at, min(at + rows, count)) for at in range(0, count, rows)] if shapes[0] else [()]
+    for part in parts:
+        a, b = np.asarray(one[part]), np.asarray(other[part])
+        coarse = min((a.dtype, b.dtype), key=lambda dtype: dtype.itemsize)
+        if not np.array_equal(*(x.astype(coarse) for x in (a, b)), equal_nan=True):
+            return False
+    return True
+
+
+def read_model(directory: str | Path) -> ModelConfig:
+    """``config.read_config``, and a head that differs from the embedding is used, as transformers does, tied or not.
+
+    Raises:
+        UserError: see ``read_config`` and ``Checkpoint``.
+    """
+    cfg = read_config(directory)
+    if not cfg.tie_embeddings or not any(Path(directory).glob("*.safetensors")):
+        return cfg
+    ckpt = Checkpoint(directory)
+    embed, head = GLOBAL_NAMES["embed/w"], GLOBAL_NAMES["unembed/w"]
+    if not {embed, head} <= ckpt.files.keys() or same_values(ckpt.tensor(embed), ckpt.tensor(head)):
+        return cfg
+    _log.warning("%s: tie_word_embeddings is true, but %s differs from the embedding and is used", directory, head)
+    return cfg.replace(tie_embeddings=False)
 
 
 def _read(ckpt: Checkpoint, source: Source, index: tuple[slice, ...], dtype: Any) -> np.ndarray:
@@ -234,22 +327,52 @@ def _read_held(held: stored.BlockFile, source: Source, index: tuple[slice, ...])
     return _stack(source, index, lambda name, index: held.tensor(name)[index])
 
 
-def _beyond(ckpt: Checkpoint, cfg: ModelConfig) -> int:
-    """How many tensors belong to layers that the model does not run."""
-    found = (re.match(r"model\.layers\.(\d+)\.", name) for name in ckpt.files)
-    return sum(match is not None and int(match[1]) >= cfg.num_layers for match in found)
-
-
-def _check_shapes(ckpt: Checkpoint, specs: Any, cfg: ModelConfig) -> None:
+def _check_tensors(ckpt: Checkpoint, specs: Any, cfg: ModelConfig) -> None:
+    """Every tensor that the model needs is there, in its shape and in a dtype that is read; and every other is harmless."""
+    wanted = set()
     for path, spec in params_lib.leaves_with_path(specs):
         source = source_of(path, spec, cfg)
         expected = spec.shape[len(source.stack) :]
         if source.transposed:
             expected = expected[::-1]
         for name in source.names:
-            found = tuple(ckpt.tensor(name).get_shape())
-            if found != expected:
+            part = ckpt.tensor(name)
+            if (found := tuple(part.get_shape())) != expected:
                 raise UserError(f"tensor {name!r} has shape {found} but config.json asks for {expected}: the two do not belong together")
+            if (dtype := part.get_dtype()) not in FLOATS:
+                raise UserError(
+                    f"tensor {name!r} is stored as {dtype}; expected one of {', '.join(FLOATS)}: take the unquantised checkpoint"
+                )
+        wanted.update(source.names)
+    unread = [name for name in ckpt.files if name not in wanted and not _harmless(name, ckpt, cfg)]
+    if unread:
+        raise UserError(
+            f"{ckpt.directory}: this model does not read {len(unread)} of the tensors, the first is {min(unread)!r}: config.json "
+            "and weights do not belong together, or the checkpoint has a part that is not supported; remove the tensors "
+            "if the model runs without them"
+        )
+    if beyond := sum(_layer_beyond(name, ckpt, cfg) for name in ckpt.files):
+        _log.warning("%s: %d tensors of layers after the last (multi-token prediction) are not read", ckpt.directory, beyond)
+
+
+def _layer_beyond(name: str, ckpt: Checkpoint, cfg: ModelConfig) -> bool:
+    """Whether a tensor belongs to a layer of multi-token prediction, which speculative decoding alone uses."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return layer is not None and int(layer[1]) >= cfg.num_layers and f"{layer[0]}eh_proj.weight" in ckpt.files
+
+
+def _harmless(name: str, ckpt: Checkpoint, cfg: ModelConfig) -> bool:
+    """Whether logits are the same without a tensor."""
+    if name.endswith(".rotary_emb.inv_freq"):  # follows from config.json; old releases of transformers saved it
+        return True
+    if name.startswith("v_head."):  # a value head of TRL's PPO: reads the last hidden state, returns no logits
+        return True
+    if name == GLOBAL_NAMES["unembed/w"] and cfg.tie_embeddings:
+        return same_values(ckpt.tensor(name), ckpt.tensor(GLOBAL_NAMES["embed/w"]))
+    if cfg.indexer is not None and (found := re.match(r"model\.layers\.(\d+)\.self_attn\.indexer\.", name)):
+        layer = int(found[1])  # a layer that takes over the choice of the one before
+        return layer >= cfg.num_layers or not cfg.indexer.full[layer]
+    return _layer_beyond(name, ckpt, cfg)
 
 
 def load(
@@ -270,14 +393,12 @@ def load(
         progress: called with (bytes done, bytes in all) after each leaf.
 
     Raises:
-        UserError: a missing tensor or a wrong shape; found before anything is loaded.
+        UserError: a tensor that is missing, of a wrong shape or dtype, or read by nothing; found before anything is loaded.
     """
-    ckpt, in_full = Checkpoint(directory), transformer.abstract(cfg, dtype)
-    _check_shapes(ckpt, in_full, cfg)
+    ckpt, in_full = Checkpoint(directory, cfg.tie_embeddings), transformer.abstract(cfg, dtype)
+    _check_tensors(ckpt, in_full, cfg)
     specs, held = resident_specs(directory, cfg, dtype, quantise, as_stored)
     plain = dict(params_lib.leaves_with_path(in_full))
-    if beyond := _beyond(ckpt, cfg):
-        _log.warning("%s: %d tensors of layers after the last (multi-token prediction) are not read", directory, beyond)
     total, done = params_lib.nbytes(specs), 0
 
     def leaf(path: str, spec: ParamSpec) -> jax.Array:
@@ -315,7 +436,7 @@ def resident_specs(
     if (directory / stored.FILE).is_file():
         held = stored.BlockFile(directory, fingerprint(directory))
         return stored.specs_in_blocks(specs, lambda path, spec: {held.kinds.get(n, "") for n in source_of(path, spec, cfg).names}), held
-    ckpt = Checkpoint(directory)
+    ckpt = Checkpoint(directory, cfg.tie_embeddings)
     return stored.specs(specs, lambda path, spec: {ckpt.tensor(name).get_dtype() for name in source_of(path, spec, cfg).names}), None
 
 
@@ -326,6 +447,16 @@ def tensors(params: Any, cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
         for i, name in enumerate(source.names):
             value = np.asarray(array[np.unravel_index(i, source.stack)] if source.stack else array)
             yield name, np.ascontiguousarray(value.T) if source.transposed else value
+
+
+def holds(directory: str | Path, cfg: ModelConfig, name: str, value: np.ndarray) -> bool | None:
+    """Whether the checkpoint's tensor of this name has these values; None where there is no such tensor."""
+    if not any(Path(directory).glob("*.safetensors")):
+        return None
+    ckpt = Checkpoint(directory, cfg.tie_embeddings)
+    if cfg.tie_embeddings and name == GLOBAL_NAMES["unembed/w"]:
+        name = GLOBAL_NAMES["embed/w"]
+    return same_values(ckpt.tensor(name), value) if name in ckpt.files else None
 
 
 def save(params: Any, cfg: ModelConfig, directory: str | Path) -> None:
@@ -345,7 +476,7 @@ def fingerprint(directory: str | Path) -> str:
     for volatile in ("transformers_version", "_name_or_path", "torch_dtype", "dtype"):
         config.pop(volatile, None)
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    for name, header, data in sorted(_spans(directory)):
+    for name, header, data in sorted(_spans(directory), key=lambda span: span[0]):
         digest.update(f"{name} {header['dtype']} {header['shape']}".encode())
         path, start, stop = data
         with open(path, "rb") as file:
@@ -357,11 +488,12 @@ def fingerprint(directory: str | Path) -> str:
 
 def _spans(directory: Path) -> Iterator[tuple[str, dict[str, Any], tuple[Path, int, int]]]:
     """Name, header and byte range of every tensor (safetensors format: u64 header size, JSON header, data)."""
-    for path in sorted(directory.glob("*.safetensors")):
+    stored_in = Checkpoint(directory).stored
+    for path in sorted({directory / file for file in stored_in.values()}):
         with open(path, "rb") as file:
             size = header_size(file.read(8), path.stat().st_size, MAX_HEADER, f"the header of {path}")
             header = parse_object(file.read(size), f"the header of {path}")
         for name, entry in header.items():
-            if name != "__metadata__":
+            if name != "__metadata__" and stored_in[name] == path.name:
                 start, stop = entry["data_offsets"]
                 yield name, entry, (path, 8 + size + start, 8 + size + stop)

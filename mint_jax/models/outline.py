@@ -6,12 +6,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mint_jax.errors import UserError
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import Projection
 from mint_jax.models import base as base_lib
 from mint_jax.models import hf, transformer
-from mint_jax.models.config import ModelConfig, read_config
+from mint_jax.models.config import ModelConfig
 from mint_jax.models.names import is_random
 
 
@@ -38,6 +40,10 @@ class Outline:
         """See ``peft_tables``."""
         return peft_tables(self.cfg)
 
+    def holds(self, name: str, value: np.ndarray) -> bool | None:
+        """See ``hf.holds``."""
+        return hf.holds(base_lib.resolve(self.name), self.cfg, name, value)
+
 
 def peft_tables(cfg: ModelConfig) -> tuple[dict[str, list[str]], dict[str, Projection]]:
     """Module names of every projection of a base that can be adapted, and the projections."""
@@ -56,7 +62,7 @@ def outline(name: str, fingerprint: str | None = None) -> Outline:
         UserError: no such base, or no weights to take the fingerprint of.
     """
     directory = base_lib.resolve(name)
-    cfg = read_config(directory)
+    cfg = hf.read_model(directory)
     if is_random(name) or any(directory.glob("*.safetensors")):
         found = _fingerprint(name, directory)
         if fingerprint is not None and fingerprint != found:

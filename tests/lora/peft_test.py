@@ -1,21 +1,24 @@
 """PEFT directories: what we write loads in PEFT, what PEFT writes loads here, and what cannot be imported is refused by name."""
 
+import dataclasses
 import json
 import shutil
 import warnings
 
 import chex
 import jax
+import ml_dtypes
 import numpy as np
 import peft
 import pytest
 import torch
+from safetensors.numpy import load_file
 
 from mint_jax import params as params_lib
 from mint_jax.catalog.packed import Schema, pack
 from mint_jax.errors import UserError
 from mint_jax.lora import tree
-from mint_jax.lora.peft import CONFIG, WEIGHTS, is_peft, read_peft, write_peft
+from mint_jax.lora.peft import CONFIG, NO_EFFECT, ONLY, READ, WEIGHTS, is_peft, read_peft, write_peft
 from mint_jax.lora.tree import LINEAR_TARGETS, AdapterConfig
 from mint_jax.models import transformer
 from tests import oracles
@@ -110,7 +113,7 @@ def test_what_peft_saves_has_the_same_factors_and_logits_here(family, fields, rn
     base, tokens_BT = tiny_base(family), rng.integers(0, 97, (2, 9))
     directory, model = saved(family, **fields)
     names, shapes = tables(base)
-    adapter, config = read_peft(directory, names, shapes)
+    adapter, config = read_peft(directory, names, shapes, holds=base.holds)
     tree.check_fits(adapter, config, transformer.abstract(base.cfg), "it")
     assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(adapter))
     flat, seen = dict(params_lib.leaves_with_path(adapter)), {path: set() for path in names}
@@ -161,7 +164,17 @@ REFUSED_FIELDS = [
     ({"use_dora": True}, "use_dora is True, which is not supported"),
     ({"bias": "lora_only"}, "bias is 'lora_only', which is not supported"),
     ({"lora_bias": True}, "lora_bias is True"),
-    ({"modules_to_save": ["lm_head"]}, r"modules_to_save is \['lm_head'\]"),
+    ({"megatron_config": {"tensor_model_parallel_size": 2}}, "megatron_config is {'tensor_model_parallel_size': 2}"),
+    ({"ensure_weight_tying": True}, "ensure_weight_tying is True"),
+    ({"arrow_config": {"top_k": 3}}, "arrow_config is {'top_k': 3}"),
+    ({"a_feature_of_next_year": True}, "a_feature_of_next_year is True, which is not known here: remove the field if"),
+    ({"next_config": {"a": 1}}, "next_config is {'a': 1}, which is not known here"),
+    # the lists leave out what the file has, so PEFT would drop it
+    ({"target_modules": ["q_proj"]}, r"factors of model.layers.0.mlp.down_proj, but target_modules in adapter_config.json is \['q_proj'\]"),
+    ({"exclude_modules": ["layers.1.self_attn.q_proj"]}, "factors of model.layers.1.self_attn.q_proj, but exclude_modules"),
+    ({"modules_to_save": ["down_proj"]}, "factors of model.layers.0.mlp.down_proj, but modules_to_save"),
+    ({"layers_to_transform": [0, 2]}, r"factors of model.layers.1.self_attn.q_proj, but layers_to_transform in .* is \[0, 2\]"),
+    ({"layers_to_transform": 1}, "factors of model.layers.0.self_attn.q_proj, but layers_to_transform in .* is 1"),
     ({"trainable_token_indices": [3]}, r"trainable_token_indices is \[3\]"),
     ({"target_parameters": ["mlp.experts.down_proj"]}, r"target_parameters is \['mlp.experts.down_proj'\]"),
     ({"layer_replication": [[0, 2]]}, r"layer_replication is \[\[0, 2\]\]"),
@@ -169,7 +182,7 @@ REFUSED_FIELDS = [
     ({"rank_pattern": {"layers.1.self_attn.q_proj": 2}}, "layers.1.self_attn.q_proj has rank 4 but adapter_config.json says 2"),
     # these change what the base or the delta computes, so the factors alone would serve wrong logits
     ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
-    ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
+    *(({"init_lora_weights": kind}, f"init_lora_weights is '{kind}'") for kind in ("olora", "corda", "loftq", "lora_ga", "pissa_niter_4")),
     ({"alora_invocation_tokens": [5, 6]}, r"alora_invocation_tokens is \[5, 6\]"),
 ]
 
@@ -179,6 +192,94 @@ def test_features_that_change_the_outputs_are_refused(fields, message, directory
     edit_config(directory, **fields)
     with pytest.raises(UserError, match=message):
         read_peft(directory, *tables(tiny_base("llama_bias")))
+
+
+FIELDS = {field.name: field for field in dataclasses.fields(peft.LoraConfig)}
+HARMLESS_VALUES = {  # a value that is not the default, of each field without an effect
+    "task_type": "FEATURE_EXTRACTION",
+    "auto_mapping": {"base_model_class": "LlamaForCausalLM"},
+    "base_model_name_or_path": "elsewhere/model",
+    "revision": "main",
+    "inference_mode": False,
+    "lora_dropout": 0.5,
+    "fan_in_fan_out": True,
+    "layers_pattern": "layers",
+    "megatron_core": "another.core",
+    "loftq_config": {"loftq_bits": 8},
+    "eva_config": {"rho": 3.0},
+    "corda_config": {"cache_file": "x"},
+    "lora_ga_config": {"stable_gamma": 3},
+    "qalora_group_size": 8,
+    "runtime_config": {"ephemeral_gpu_offload": True},
+}
+
+
+def test_every_field_of_peft_is_read_or_refused_or_without_effect():
+    """A field of a new release of PEFT fails here until it is decided on."""
+    sets = [set(READ), set(ONLY), set(NO_EFFECT)]
+    assert set(FIELDS) == set().union(*sets)
+    assert sum(map(len, sets)) == len(FIELDS), "each in one"
+    defaults = peft.LoraConfig().to_dict()
+    assert all(defaults[field] in ONLY[field] for field in ONLY), "what PEFT writes by default is never refused"
+    assert set(HARMLESS_VALUES) == set(NO_EFFECT)
+
+
+@pytest.mark.parametrize("field", NO_EFFECT)
+def test_a_field_without_effect_changes_nothing_in_peft_nor_here(field, written_once, directory, hf_dirs, tiny_base, rng):
+    edit_config(directory, **{field: HARMLESS_VALUES[field]})
+    names, shapes = tables(tiny_base("llama_bias"))
+    (wanted, config), (found, same) = (read_peft(d, names, shapes) for d in (written_once, directory))
+    assert same == config
+    chex.assert_trees_all_equal(found, wanted)
+    if field in ("layers_pattern", "runtime_config", "eva_config", "corda_config", "lora_ga_config", "loftq_config", "task_type"):
+        return  # PEFT asks for other fields with it, or takes it as an object alone
+    tokens_BT = rng.integers(0, 97, (1, 5))
+    logits = [oracles.torch_logits(peft_model(hf_dirs("llama_bias"), d), tokens_BT) for d in (written_once, directory)]
+    np.testing.assert_array_equal(*logits)
+
+
+CARRIED = {  # LoraConfig's fields, save_pretrained's
+    "embedding adapted": ({"target_modules": ["embed_tokens", "q_proj"]}, {}),
+    "head adapted": ({"target_modules": ["lm_head", "q_proj"]}, {}),
+    "not adapted, saved whole": ({"target_modules": ["q_proj"]}, {"save_embedding_layers": True}),
+    "modules_to_save": ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, {}),
+    "modules_to_save, both": ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]}, {}),
+    "norms": ({"target_modules": ["q_proj"], "modules_to_save": ["input_layernorm"]}, {}),
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "llama_tied"])
+@pytest.mark.parametrize(("fields", "how"), CARRIED.values(), ids=CARRIED)
+def test_weights_of_the_base_in_a_file_are_compared_with_the_base(fields, how, family, rng, tiny_base, hf_dirs, tmp_path):
+    base, tokens_BT = tiny_base(family), rng.integers(0, 97, (1, 7))
+    names, shapes = tables(base)
+    torch.manual_seed(int(rng.integers(2**31)))
+    model = randomise(peft.get_peft_model(oracles.torch_model(hf_dirs(family)), peft.LoraConfig(r=4, **fields)).eval())
+
+    def save(name):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model.save_pretrained(tmp_path / name, **how)
+        return tmp_path / name
+
+    carried = [name for name in load_file(save("same") / WEIGHTS) if ".lora_" not in name]
+    assert carried, "nothing of the base is in the file"
+    adapter, config = read_peft(tmp_path / "same", names, shapes, holds=base.holds)
+    bare = oracles.torch_logits(oracles.torch_model(hf_dirs(family)), tokens_BT)
+    theirs = oracles.torch_logits(peft_model(hf_dirs(family), tmp_path / "same"), tokens_BT)
+    assert_same_logits(our_logits(base, adapter, config, tokens_BT), theirs, bare)
+    with pytest.raises(UserError, match="is no LoRA factor of this base"):
+        read_peft(tmp_path / "same", names, shapes)  # nothing to compare with
+
+    half = shutil.copytree(tmp_path / "same", tmp_path / "half")  # the base as a program in bfloat16 saves it
+    edit_tensors(half, lambda t: t.update({name: t[name].astype(ml_dtypes.bfloat16) for name in carried}))
+    chex.assert_trees_all_equal(read_peft(half, names, shapes, holds=base.holds)[0], adapter)
+
+    for name in carried:
+        other = shutil.copytree(tmp_path / "same", tmp_path / f"other-{name}")
+        edit_tensors(other, lambda t, name=name: t.update({name: t[name] + (np.arange(t[name].size) == 7).reshape(t[name].shape)}))
+        with pytest.raises(UserError, match=f"'{name}' differs from the base's .*: the adapter was trained over other weights"):
+            read_peft(other, names, shapes, holds=base.holds)
 
 
 def with_nan(tensors):

@@ -6,14 +6,17 @@ Axes: B rows, T tokens, S keys, Q prompts, G rollouts of a prompt.
 """
 
 import functools
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 
 from mint_jax import multihost, sharding
+from mint_jax.errors import UserError
 from mint_jax.lora import tree
 from mint_jax.lora.tree import AdapterConfig
 from mint_jax.models import attention, dsa, hf, mla, paged, transformer
@@ -236,12 +239,17 @@ def test_a_mesh_of_eight_equals_one_device(rng, tiny_base, hf_dirs, mesh, mesh8)
 
 
 def test_layers_of_multi_token_prediction_are_left_unread(tiny_base, hf_dirs, tmp_path, mesh, caplog):
-    base = tiny_base("glm_dense")
+    base, directory = tiny_base("glm_dense"), tmp_path / "mtp"
+    shutil.copytree(hf_dirs("glm_dense"), directory)
     fewer = base.cfg.replace(num_layers=2, dense_layers=2)
     fewer = fewer.replace(indexer=type(fewer.indexer)(**(vars(fewer.indexer) | {"full": fewer.indexer.full[:2]})))
-    params = hf.load(hf_dirs("glm_dense"), fewer, mesh)
+    with pytest.raises(UserError, match=r"does not read \d+ of the tensors, the first is 'model.layers.2."):
+        hf.load(directory, fewer, mesh)  # a layer that is cut off
+    tensors = load_file(directory / "model.safetensors") | {"model.layers.2.eh_proj.weight": np.ones((48, 96), np.float32)}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    params = hf.load(directory, fewer, mesh)
     assert params["dense"]["attn"]["o"]["w"].shape[0] == 2
-    third = [name for name in hf.Checkpoint(hf_dirs("glm_dense")).files if name.startswith("model.layers.2.")]
+    third = [name for name in tensors if name.startswith("model.layers.2.")]
     (record,) = caplog.records
     assert f"{len(third)} tensors of layers after the last" in record.getMessage()
     caplog.clear()

@@ -13,10 +13,14 @@ import torch
 
 from mint_jax import params as params_lib
 from mint_jax.errors import UserError
+from mint_jax.lora.config import AdapterConfig
 from mint_jax.mesh import make_mesh
+from mint_jax.models import base as base_lib
 from mint_jax.models import hf, transformer
 from mint_jax.models.config import read_config
+from mint_jax.models.outline import outline
 from tests import oracles
+from tests.exchange import our_logits
 
 
 def _copy(directory, to):
@@ -120,6 +124,9 @@ class _Counting:
 
     def get_shape(self):
         return self.part.get_shape()
+
+    def get_dtype(self):
+        return self.part.get_dtype()
 
     def __getitem__(self, index):
         value = self.part[index]
@@ -233,6 +240,174 @@ def test_a_broken_index_is_refused(text, indexed, mesh):
     directory, index, _ = indexed
     index.write_text(text)
     assert str(index) in _message(_load, directory, mesh)
+
+
+def _rewrite(directory, change):
+    """``change`` alters the dict of a file's tensors, or gives another."""
+    file = directory / "model.safetensors"
+    tensors = safetensors.torch.load_file(file)
+    tensors = change(tensors) or tensors
+    safetensors.torch.save_file({name: x.contiguous() for name, x in tensors.items()}, file, metadata={"format": "pt"})
+
+
+def _same_logits_as_transformers(directory, rng, mesh):
+    tokens_BT = rng.integers(0, 97, (1, 9))
+    theirs = oracles.torch_logits(oracles.torch_model(directory), tokens_BT)
+    ours = our_logits(base_lib.load(str(directory), mesh), {}, AdapterConfig(1), tokens_BT)
+    np.testing.assert_allclose(ours, theirs, atol=1e-5 * np.abs(theirs).max())  # float32 sums, in another order
+    return theirs
+
+
+@pytest.mark.parametrize("family", ["llama_tied", "qwen3_tied"])
+def test_a_head_that_differs_from_the_embedding_is_used_though_the_config_ties_them(family, rng, hf_dirs, tmp_path, mesh, caplog):
+    directory = _copy(hf_dirs(family), tmp_path / "head")
+    tied = oracles.torch_logits(oracles.torch_model(directory), np.array([[1, 2, 3]]))
+    _rewrite(directory, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].roll(1, 0)}))
+    _same_logits_as_transformers(directory, rng, mesh)
+    assert "lm_head.weight differs from the embedding and is used" in caplog.text
+    assert outline(str(directory)).cfg == hf.read_model(directory)
+    assert not hf.read_model(directory).tie_embeddings
+    assert "'lm_head.weight'" in _message(_load, directory, mesh)  # whoever loads it tied
+    _rewrite(directory, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    assert hf.read_model(directory).tie_embeddings
+    np.testing.assert_array_equal(oracles.torch_logits(oracles.torch_model(directory), np.array([[1, 2, 3]])), tied)
+    _load(directory, mesh)
+
+
+def test_either_of_two_tied_tensors_stands_for_both(hf_dirs, tmp_path, mesh):
+    """safetensors' ``save_model`` keeps the first of the names of shared storage, which is the head's."""
+    directory = _copy(hf_dirs("llama_tied"), tmp_path / "head")
+    _rewrite(directory, lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
+    np.testing.assert_array_equal(oracles.torch_model(directory).model.embed_tokens.weight.detach(), _load(directory, mesh)["embed"]["w"])
+    assert hf.read_model(directory).tie_embeddings
+    _equal(_load(directory, mesh), _load(hf_dirs("llama_tied"), mesh))
+
+
+@pytest.mark.parametrize("shards", ["whole", "gone", "stale"])
+def test_a_single_file_goes_before_an_index(shards, hf_dirs, indexed, rng, mesh, caplog):
+    directory, index, content = indexed
+    single = hf_dirs("llama") / "model.safetensors"
+    assert len(set(content["weight_map"].values())) > 3
+    shutil.copy(single, directory)
+    _rewrite(directory, lambda t: t.update({"model.norm.weight": t["model.norm.weight"] * 3}))  # a later save
+    if shards == "gone":
+        for file in directory.glob("model-*"):
+            file.unlink()
+    if shards == "stale":
+        index.write_text("{")
+    _same_logits_as_transformers(directory, rng, mesh)
+    assert f"{directory / 'model.safetensors'} is read" in caplog.text
+    alone = directory.parent / "alone"
+    alone.mkdir()
+    for name in ("model.safetensors", "config.json"):
+        shutil.copy(directory / name, alone)
+    assert hf.fingerprint(directory) == hf.fingerprint(alone)
+
+
+def test_one_name_in_two_files_is_refused_where_they_differ(indexed, hf_dirs, mesh):
+    directory, index, content = indexed
+    name, files = "model.layers.1.mlp.up_proj.weight", sorted(set(content["weight_map"].values()))
+    own = content["weight_map"][name]
+    other = next(file for file in files if file != own)
+    tensors, tensor = safetensors.torch.load_file(directory / other), safetensors.torch.load_file(directory / own)[name]
+    for factor, indexed_too in ((1, True), (2, True), (2, False)):
+        safetensors.torch.save_file(tensors | {name: tensor * factor}, directory / other, metadata={"format": "pt"})
+        if not indexed_too:
+            index.unlink()
+        if factor == 1:
+            _equal(_load(directory, mesh), _load(hf_dirs("llama"), mesh))
+            assert hf.fingerprint(directory) == hf.fingerprint(hf_dirs("llama"))
+            continue
+        for call in (lambda: _load(directory, mesh), lambda: hf.fingerprint(directory)):
+            message = _message(call)
+            assert all(word in message for word in (own, other, name, "the two differ", "remove the file")), message
+
+
+def test_an_index_is_checked_before_anything_is_read(indexed, mesh):
+    directory, index, content = indexed
+    for extra in ("model.layers.0.absent.weight", "lm_head.bias"):
+        file = sorted(set(content["weight_map"].values()))[0]
+        index.write_text(json.dumps({"weight_map": content["weight_map"] | {extra: file}}))
+        assert f"says that {file} holds {extra!r}, which it does not" in _message(_load, directory, mesh)
+    for outside in ("../elsewhere.safetensors", "", 3):
+        index.write_text(json.dumps({"weight_map": content["weight_map"] | {"lm_head.weight": outside}}))
+        assert "is not a safetensors index" in _message(_load, directory, mesh)
+
+
+@pytest.mark.parametrize("prefix", [p for p in hf.PREFIXES if p != "model."])
+def test_names_below_another_prefix_are_the_same_tensors(prefix, hf_dirs, ckpt, mesh):
+    def rename(tensors):
+        return {
+            hf.PREFIXES[prefix] + name if name.startswith("lm_head") else prefix + name.removeprefix("model."): x
+            for name, x in tensors.items()
+        }
+
+    _rewrite(ckpt, rename)
+    _equal(_load(ckpt, mesh), _load(hf_dirs("llama"), mesh))
+    if prefix == "":  # which transformers reads too
+        theirs = oracles.torch_model(ckpt).state_dict()
+        assert all(torch.equal(x, theirs[name]) for name, x in oracles.torch_model(hf_dirs("llama")).state_dict().items())
+
+
+UNREAD = {
+    "another head": {"score.weight": (2, 48)},
+    "a bias that the config leaves out": {"model.layers.0.self_attn.q_proj.bias": (64,)},
+    "norms of another family": {"model.layers.0.self_attn.q_norm.weight": (16,)},
+    "a layer behind the last": {"model.layers.3.input_layernorm.weight": (48,)},
+    "scales of quantised weights": {"model.layers.0.mlp.up_proj.weight_scale_inv": (1, 1)},
+    "pictures": {"visual.patch_embed.proj.weight": (4, 4)},
+    "an adapter": {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": (4, 48)},
+}
+
+
+@pytest.mark.parametrize("extra", UNREAD.values(), ids=UNREAD)
+def test_tensors_that_nothing_reads_are_refused(extra, ckpt, mesh):
+    _rewrite(ckpt, lambda t: t.update({name: torch.ones(shape) for name, shape in extra.items()}))
+    message = _message(_load, ckpt, mesh)
+    assert f"does not read 1 of the tensors, the first is {next(iter(extra))!r}" in message
+    assert "remove the tensors if the model runs without them" in message
+
+
+HARMLESS = {
+    "frequencies": ("llama", {"model.layers.1.self_attn.rotary_emb.inv_freq": (8,), "model.rotary_emb.inv_freq": (8,)}),
+    "a value head": ("llama", {"v_head.summary.weight": (1, 48), "v_head.summary.bias": (1,)}),
+    "multi-token prediction": ("moonlight", {"model.layers.3.eh_proj.weight": (48, 96), "model.layers.3.enorm.weight": (48,)}),
+    "an indexer that is not asked": ("glm_dense", {"model.layers.1.self_attn.indexer.wk.weight": (14, 48)}),
+}
+
+
+@pytest.mark.parametrize(("family", "extra"), HARMLESS.values(), ids=HARMLESS)
+def test_tensors_without_a_part_in_logits_are_left_out(family, extra, hf_dirs, tmp_path, mesh):
+    directory = _copy(hf_dirs(family), tmp_path / "extra")
+    _rewrite(directory, lambda t: t.update({name: torch.ones(shape) for name, shape in extra.items()}))
+    _equal(_load(directory, mesh), _load(hf_dirs(family), mesh))
+    plain, more = (oracles.torch_logits(oracles.torch_model(d), np.arange(12)[None]) for d in (hf_dirs(family), directory))
+    np.testing.assert_array_equal(more, plain)
+
+
+def test_mixed_dtypes_are_read_as_transformers_reads_them(ckpt, mesh):
+    kinds = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+    _rewrite(ckpt, lambda t: {name: x.to(kinds[i % 4]) for i, (name, x) in enumerate(t.items())})
+    theirs = oracles.torch_model(ckpt).state_dict()
+    for name, x in hf.tensors(_load(ckpt, mesh), read_config(ckpt)):
+        np.testing.assert_array_equal(x, theirs[name].numpy(), err_msg=name)
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.int8, torch.uint8])
+def test_weights_in_8_bits_are_refused_though_the_config_does_not_say_so(stored, ckpt, mesh):
+    name = "model.layers.1.mlp.up_proj.weight"
+    _rewrite(ckpt, lambda t: t.update({name: t[name].to(stored)}))
+    message = _message(_load, ckpt, mesh)
+    assert name in message
+    assert "expected one of F64, F32, F16, BF16: take the unquantised checkpoint" in message
+
+
+def test_a_directory_of_pickles_is_refused_by_their_name(ckpt, mesh):
+    torch.save(safetensors.torch.load_file(ckpt / "model.safetensors"), ckpt / "pytorch_model.bin")
+    (ckpt / "model.safetensors").unlink()
+    message = _message(_load, ckpt, mesh)
+    assert "no *.safetensors, only pytorch_model.bin, which is not read" in message
+    assert "save_pretrained(safe_serialization=True)" in message
 
 
 @pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.int8])

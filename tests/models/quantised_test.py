@@ -13,7 +13,7 @@ from mint_jax.errors import UserError
 from mint_jax.mesh import make_mesh
 from mint_jax.models import base as base_lib
 from mint_jax.models import quantised, transformer
-from mint_jax.models.config import Kernels
+from mint_jax.models.config import Kernels, read_config
 from mint_jax.models.transformer import Inputs, hidden_states, logits
 from pallas_kernels import packed_matmul
 
@@ -106,7 +106,7 @@ def test_matrices_take_a_quarter_of_float32(hf_dirs, mesh):
     assert not any("router" in path for path in matrices)
     before = dict(params_lib.leaves_with_path(whole))
     assert all(4 * sizes[path] == before[path].nbytes for path in matrices)
-    assert params_lib.nbytes(transformer.abstract(base_lib.read_config(hf_dirs("qwen3_moe")), jnp.float32, "int8")) == sum(sizes.values())
+    assert params_lib.nbytes(transformer.abstract(read_config(hf_dirs("qwen3_moe")), jnp.float32, "int8")) == sum(sizes.values())
 
 
 def test_shards_are_parts_of_the_whole(hf_dirs, mesh):
