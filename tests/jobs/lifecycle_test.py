@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.checkpoint import Checkpoints
 from mint_jax.errors import Interrupted, UserError
 from mint_jax.jobs import dpo, grpo, sft
+from mint_jax.jobs.common import PolicyData
 from mint_jax.train.trainer import Trainer
 from tests.marks import first
 
@@ -74,6 +76,30 @@ def test_a_signal_ends_the_step_saves_it_and_says_where_it_goes_on(number, inter
     resumed = sft.run(tiny("sft", "adder", steps=4), tmp_path / "parts")
     assert resumed["policies"] == whole["policies"]
     assert "[sft] 4/4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["data", "checkpoint"])
+def test_a_signal_between_two_updates_ends_at_once_and_saves_what_was_learned(where, tmp_path, monkeypatch):
+    """In the third step, before its update, and while a checkpoint is being written: the step under way is dropped, nothing else."""
+    whole = sft.run(tiny("sft", "adder", steps=4), tmp_path / "whole")
+    owner, method = {"data": (PolicyData, "chosen"), "checkpoint": (Checkpoints, "save")}[where]
+    real, calls = getattr(owner, method), []
+
+    def interrupted(self, *args, **kwargs):
+        calls.append(args)
+        if len(calls) == (3 if where == "data" else 1):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.05)
+        return real(self, *args, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, method, interrupted)
+        config = tiny("sft", "adder", steps=4)
+        config.checkpoint.every = 100 if where == "data" else 2
+        with pytest.raises(Interrupted, match="SIGTERM; the same command goes on from step 2 of 4"):
+            sft.run(config, tmp_path / "parts")
+    assert len(rows(tmp_path / "parts")) == 2
+    assert sft.run(tiny("sft", "adder", steps=4), tmp_path / "parts")["policies"] == whole["policies"]
 
 
 def test_a_second_signal_does_not_wait(interrupting, tmp_path):
