@@ -19,7 +19,7 @@ from mint_jax.bench import stamp, timing
 CPU = stamp.ROOT / "notebooks" / "reports" / "cpu-2-cores"
 PODS = stamp.ROOT / "notebooks" / "reports" / "tpu-aot"
 UNSTAMPED = stamp.ROOT / "notebooks" / "reports" / "unstamped.txt"  # reports that are to be measured, from before stamps or new
-PAGES = (stamp.ROOT / "README.md", stamp.ROOT / "docs" / "numbers.md", stamp.ROOT / "docs" / "kernels.md")
+PAGES = (stamp.ROOT / "README.md", *(stamp.ROOT / "docs" / f"{name}.md" for name in ("numbers", "kernels", "pods")))
 BASES = {
     "qwen3_4b": "Qwen3-4B",
     "qwen3_30b_a3b": "Qwen3-30B-A3B",
@@ -30,7 +30,7 @@ BASES = {
     "glm_5": "GLM-5",
 }
 _BLOCK = re.compile(r"(<!-- figures:(\w+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
-_FIELD = re.compile(r"\{(?:(\w+):)?([\w.]+)\|(\w+)\}")
+_FIELD = re.compile(r"\{(?:(\w+):)?([\w./]+)\|(\w+)\}")
 
 
 class Row(NamedTuple):
@@ -40,19 +40,17 @@ class Row(NamedTuple):
         text, figure: templates.
         report: whose fields they name, unless they name another.
         command: how to repeat it.
-        headline: also in the README.
     """
 
     text: str
     figure: str
     report: str
     command: str
-    headline: bool = False
 
 
-def _bench(name: str, *rows: tuple[str, str], headline: Iterable[int] = (), command: str = "") -> list[Row]:
+def _bench(name: str, *rows: tuple[str, str], command: str = "") -> list[Row]:
     command = command or f"`configs/bench/{name}.py`"
-    return [Row(text, figure, name, command, k in headline) for k, (text, figure) in enumerate(rows)]
+    return [Row(text, figure, name, command) for text, figure in rows]
 
 
 def _both(one: str, other: str, what: str) -> str:
@@ -68,9 +66,20 @@ ROWS = [
             "{handoff_ratio|times}",
         ),
         ("the same for a random base of {large.base|text}, rank 32", "{large.handoff_ratio|times}"),
+        (
+            "the same, SmolLM2: adapter through a file, as LoRA users save one and let the sampler load it / adapter in memory",
+            "{handoff_s.adapter_disk/handoff_s.adapter_memory|times}",
+        ),
+        (
+            "from an optimizer step to the first token of the new weights, SmolLM2: merged checkpoint through disk / adapter in memory",
+            "{first_token_ratio|times}",
+        ),
+        (
+            "the same: adapter through a file / adapter in memory",
+            "{to_first_token_s.adapter_disk/to_first_token_s.adapter_memory|times}",
+        ),
         ("the same, SmolLM2, with the next {new_tokens|count} tokens, whose sampling is most of the time on a CPU", "{step_ratio|times}"),
         ("bytes handed over, SmolLM2: merged checkpoint / adapter", "{bytes.merged_disk|count} / {bytes.adapter_memory|count}"),
-        headline=[0],
     ),
     *_bench(
         "concurrent_grpo",
@@ -80,7 +89,6 @@ ROWS = [
             "the same of 3 policies where a reward takes 1 s: one after another / overlapped, / batched",
             "{ratio_3_waiting_overlapped|times}, {ratio_3_waiting|times}",
         ),
-        headline=[1],
     ),
     *_bench(
         "concurrent_grpo",
@@ -100,7 +108,6 @@ ROWS = [
             "tokens that are equal",
             "{ratio_sample|times}; {sample_same_tokens|share}",
         ),
-        headline=[0, 2],
         command="`configs/bench/train_vs_peft.py`, `--config.compile_s=75`",
     ),
     *_bench(
@@ -132,7 +139,6 @@ ROWS = [
             "with another bit when asked alone, when samples lose their pages on the way",
             "{compiles_after_warmup|count}; {differing_tokens|count}, {differing_tokens_preempted|count}",
         ),
-        headline=[0],
     ),
     *_bench(
         "decode_vs_vllm",
@@ -142,7 +148,6 @@ ROWS = [
             "{ratio_1|times}, {ratio_8|times}, {ratio_32|times}; {ratio_1_bfloat16|times}, {ratio_8_bfloat16|times}, "
             "{ratio_32_bfloat16|times}",
         ),
-        headline=[0],
         command="`configs/bench/decode_vs_vllm.py`, `--config.python=`",
     ),
     *_bench(
@@ -195,7 +200,6 @@ ROWS = [
             "the scan over layers / ours",
             "{decode_ratio_sliced.1|times} / {decode_ratio_sliced.8|times} / {decode_ratio_sliced.32|times}",
         ),
-        headline=[0],
     ),
     *_bench(
         "catalog_scale",
@@ -209,7 +213,6 @@ ROWS = [
         ),
         ("a cold load from it into a slot, files in the page cache: median / 99th percentile", "{cold_p50_ms|ms} / {cold_p99_ms|ms}"),
         ("the same from the disk", "{sizes.last.disk.p50_ms|ms} / {sizes.last.disk.p99_ms|ms}"),
-        headline=[1],
         command="`configs/bench/catalog_scale.py:million`",
     ),
     *_bench(
@@ -221,7 +224,6 @@ ROWS = [
         ),
         ("median promotion on SQLite / PostgreSQL under that traffic", "{sqlite.promote.p50_ms|ms} / {postgres.promote.p50_ms|ms}"),
         ("the same without traffic", "{sqlite.quiet.promote.p50_ms|ms} / {postgres.quiet.promote.p50_ms|ms}"),
-        headline=[0],
     ),
     *_bench(
         "journal",
@@ -289,7 +291,6 @@ ROWS = [
         ),
         ("99th percentile of a decode step while adapters load, over that without", "{decode_pause_p99|ratio}"),
         ("bytes that the host cache takes, over those it counts", "{host_bytes_ratio|ratio}"),
-        headline=[0],
     ),
     *_bench(
         "revision_stores",
@@ -339,6 +340,46 @@ ROWS = [
             "int8 / float8",
             "{quantised.int8.kl_nats|3} / {quantised.float8.kl_nats|3}",
         ),
+    ),
+]
+
+# What the README shows: one ratio a row, in words that need no other page.
+HEADLINE = [
+    Row(
+        "an update, then the first token with the new weights: adapter through a file, as LoRA tools do / in memory",
+        "{to_first_token_s.adapter_disk/to_first_token_s.adapter_memory|times}",
+        "handoff",
+        "`configs/bench/handoff.py`",
+    ),
+    Row(
+        "GRPO steps of 8 policies: one policy after another / all in one batch",
+        "{ratio_8|times}",
+        "concurrent_grpo",
+        "`configs/bench/concurrent_grpo.py`",
+    ),
+    Row(
+        "a training step of {policies|count} policies: torch + PEFT, {policies|count} updates / ours, one update",
+        "{ratio_train|times}",
+        "train_vs_peft",
+        "`configs/bench/train_vs_peft.py`",
+    ),
+    Row(
+        "sampling with {policies|count} adapters in one batch: PEFT / ours",
+        "{ratio_sample|times}",
+        "train_vs_peft",
+        "`configs/bench/train_vs_peft.py`",
+    ),
+    Row(
+        "decoding 8 rows with {adapters|count} adapters: vLLM for CPUs, bfloat16 / ours, the checkpoint's 4-bit blocks",
+        "{ratio_8_bfloat16|times}",
+        "decode_vs_vllm",
+        "`configs/bench/decode_vs_vllm.py`",
+    ),
+    Row(
+        "time that 64 different adapters add to a decoding step of 64 rows of the bare base",
+        "{overhead_64|percent}",
+        "active_wave",
+        "`configs/bench/active_wave.py`",
     ),
 ]
 
@@ -396,11 +437,17 @@ class Reports:
         return (self.folder / f"{name}.json").is_file()
 
     def field(self, name: str, path: str) -> Any:
-        """The value behind ``path.to.field``.
+        """The value behind ``path.to.field``, or the ratio of two medians behind ``one/other``, whose interval spans the ends of both.
 
         Raises:
             KeyError: with report and path.
         """
+        if "/" in path:
+            (low, mid, high, n), (least, middle, most, m) = (
+                (each["interval"][0], each["median"], each["interval"][1], each["n"])
+                for each in (self.field(name, part) for part in path.split("/"))
+            )
+            return {"median": mid / middle, "interval": [low / most, high / least], "n": min(n, m)}
         found: Any = self[name]
         for key in path.split("."):
             if isinstance(found, list):
@@ -463,6 +510,19 @@ def shown(found: Any, kind: str, spread: list[str]) -> str:
         low, high = map(number, found["interval"])
         spread.append(f"{low} to {high}, {found['n']:,}")
     return number(timing.value(found)) + unit
+
+
+def _accelerators() -> str:
+    """One sentence on what was run on accelerators, from the reports of their folders."""
+    measured: dict[str, list[str]] = {}
+    for file in sorted(CPU.parent.glob("*/*.json")):
+        if file.parent not in (CPU, PODS):
+            measured.setdefault(stamp.load(file)["stamp"]["machine"]["devices"], []).append(file.stem)
+    ran = "; ".join(f"{', '.join(f'`{name}`' for name in names)} on {device}" for device, names in measured.items())
+    on_tpu = any("TPU" in device for device in measured)
+    tpu = "" if on_tpu else " Nothing was run on a TPU: programs for TPUs are compiled ahead of time."
+    here = f"Measured on an accelerator: {ran}." if ran else "Nothing was run on an accelerator."
+    return _wrapped(f"{here}{tpu} All other times are of a CPU.") + "\n"
 
 
 def _quickstart() -> str:
@@ -618,7 +678,8 @@ def unstamped() -> list[str]:
 
 TABLES: dict[str, Callable[[], str]] = {
     "quickstart": _quickstart,
-    "headline": lambda: _rows(row for row in ROWS if row.headline),
+    "headline": lambda: _rows(HEADLINE),
+    "accelerators": _accelerators,
     "all": lambda: _rows(ROWS),
     "replay": _replay,
     "pods": _pods,
