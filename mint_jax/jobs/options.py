@@ -544,6 +544,8 @@ class Serve(WithCatalog):
         snapshot_s: seconds after which one is taken all the same.
         session_s: seconds without a request of its client after which a session ends, and its policies leave training; only time in which
             the server runs counts, from its start at the earliest.
+        openai_limits: what OpenAI's API refuses is refused: a temperature above 2, more than 5 logprobs of completions, more than 4 stop
+            strings, roles that it does not have; False: what the engine can do is taken.
         body_mb: of a request's body, MB at most.
         tenant_requests: of one tenant in flight; more are told to come back.
         tenant_tokens: of one tenant's samples and training requests in flight, likewise; 0: any number. This and the next two are of
@@ -575,6 +577,7 @@ class Serve(WithCatalog):
     snapshot_every: Count = 16
     snapshot_s: float = 60.0
     session_s: float = 86400.0
+    openai_limits: bool = True
     body_mb: Count = 256
     tenant_requests: Count = 1000
     tenant_tokens: Natural = 0

@@ -57,6 +57,7 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     try:
         from mint_jax.service import app, binding, gate
         from mint_jax.service.keys import Keys
+        from mint_jax.service.openai_types import OPENAI, WIDE
         from mint_jax.service.quotas import Quota, Quotas
         from mint_jax.service.server import Server
     except ImportError as error:
@@ -92,7 +93,8 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
             print(json.dumps({"ready": True, "url": f"{'https' if tls else 'http'}://{where}:{port}"}), flush=True)
 
         with server.running():
-            web = app.Web(server, app.make(server, keys, limits, config.hosts), config.host, config.port, started, **tls)
+            bounds = OPENAI if config.openai_limits else WIDE
+            web = app.Web(server, app.make(server, keys, limits, config.hosts, bounds), config.host, config.port, started, **tls)
             web.run()
         if not web.started:
             raise UserError(f"port {config.port} of {config.host} cannot be used: choose another --config.port, or 0 for any that is free")

@@ -29,6 +29,10 @@ class BadField(UserError):
         self.field = field
 
 
+class ContextExceeded(BadField):
+    """Prompt and ``max_tokens`` do not fit the context."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Request:
     """One prompt, sampled ``n`` times.
@@ -163,8 +167,8 @@ def check(request: Request, base: Base, stacks: Stacks, can_decode: bool) -> Non
         if not 0 <= getattr(request, name) <= ALTERNATIVES:
             raise UserError(f"{name} is {getattr(request, name)}; expected 0 to {ALTERNATIVES}")
     if len(request.prompt) + request.max_tokens > context:
-        raise BadField(
-            "max_tokens",
+        raise ContextExceeded(
+            "prompt" if len(request.prompt) >= context else "max_tokens",
             f"a prompt of {len(request.prompt)} tokens and max_tokens {request.max_tokens} exceed the context of {context}: "
             "shorten the prompt or lower max_tokens",
         )
@@ -188,12 +192,13 @@ def check(request: Request, base: Base, stacks: Stacks, can_decode: bool) -> Non
 def _check_biases(biases: tuple[tuple[int, float], ...], vocab: int) -> None:
     for token, bias in biases:
         if not (isinstance(token, int) and 0 <= token < vocab and abs(bias) <= MAX_BIAS):
-            raise UserError(
+            raise BadField(
+                "logit_bias",
                 f"logit_bias has {bias} for token {token!r}; expected a finite number, at most {MAX_BIAS:g} in "
-                f"size (-{MAX_BIAS:g} bans a token), for one of the ids 0 to {vocab - 1}"
+                f"size (-{MAX_BIAS:g} bans a token), for one of the ids 0 to {vocab - 1}",
             )
     if len({token for token, _ in biases}) < len(biases):
-        raise UserError(f"logit_bias names a token twice: {biases}; give each id once")
+        raise BadField("logit_bias", f"logit_bias names a token twice: {biases}; give each id once")
     if len(biases) > MAX_BIASES:
         raise BadField("logit_bias", f"logit_bias has {len(biases)} tokens; at most {MAX_BIASES} are possible")
 

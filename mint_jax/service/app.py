@@ -28,6 +28,7 @@ from mint_jax.service.gate import Gate, Limits
 from mint_jax.service.journal import JournalFailed, Overloaded
 from mint_jax.service.keys import Keys
 from mint_jax.service.mint_extras import MintExtras
+from mint_jax.service.openai_types import OPENAI, Bounds
 from mint_jax.service.quotas import Busy, OverQuota
 from mint_jax.service.server import Server
 from mint_jax.service.tinker import Tinker
@@ -57,8 +58,9 @@ DRAIN_S = 30  # for requests that are being answered when the server is told to 
 class _Openai:
     """A server as ``openai.py`` asks for one."""
 
-    def __init__(self, server: Server):
+    def __init__(self, server: Server, bounds: Bounds):
         self.engine, self.base, self.weights, self.submit = server.engine, server.base, server.weights, server.submit
+        self.bounds = bounds
 
     def tenant(self, request: Request) -> str:
         return tenant_of(request)
@@ -88,10 +90,11 @@ async def unrouted(request: Request, error: Exception) -> Response:
     return JSONResponse({"detail": told}, error.status_code, headers)
 
 
-def make(server: Server, keys: Keys | None = None, limits: Limits | None = None, hosts: Iterable[str] = ()) -> Any:
+def make(server: Server, keys: Keys | None = None, limits: Limits | None = None, hosts: Iterable[str] = (), bounds: Bounds = OPENAI) -> Any:
     """The ASGI application of a server that is running.
 
     Args:
+        bounds: of fields of OpenAI's API.
         hosts: see ``Gate``.
     """
     live, loop, engine = server.live, server.loop, server.engine
@@ -105,10 +108,10 @@ def make(server: Server, keys: Keys | None = None, limits: Limits | None = None,
         state=functools.partial(status.state_of, server),
         registry=server.metrics,
     )
-    browsers, serves = Browsers(keys), _Openai(server)
+    browsers, serves = Browsers(keys), _Openai(server, bounds)
     of_tinker = [route for made in (Tinker, Sampling, Futures, Rest, MintExtras) for route in made(server).routes()]
     exchange = _exchange(Tokens() if keys is None else keys.tokens)
-    of_operators = [*watch.routes(), *admin.routes(server.costs), openapi.route(server.base.cfg.context)]
+    of_operators = [*watch.routes(), *admin.routes(server.costs), openapi.route(server.base.cfg.context, bounds)]
     of_people = Console(server, browsers, serves).routes()
     routes = [exchange, *of_tinker, *openai.routes(serves), *of_operators, *of_people]
     app = Starlette(routes=routes, exception_handlers={**dict.fromkeys(STATUSES, told), HTTPException: unrouted})  # type: ignore[arg-type]

@@ -1,43 +1,57 @@
-"""Chats: messages to a prompt through the checkpoint's template, tools into it, and calls of tools out of an answer.
+"""Chats: messages and tools to a prompt through the checkpoint's chat template, and calls of tools out of an answer.
 
-Calls are read where the template itself shows that the model writes them as Hermes and Qwen do:
-``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``. A call that the caller demands is drawn under a schema instead.
+Calls are read in the form in which the template writes them (``tool_calls.py``). A template that has no place for tools gets them as
+text: a list of them in the system message, earlier calls in the assistant's content, and results in messages of the user. A call that
+the caller demands is drawn under a JSON schema instead.
 """
 
 import dataclasses
 import json
 import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mint_jax.data.tokenizer import Message, Tokenizer
-from mint_jax.service import fields
+from mint_jax.service import fields, tool_calls
 from mint_jax.service.fields import BadRequest, wrong
+from mint_jax.service.tool_calls import END, MARKER, Call, Form
 
-MARKER, END = "<tool_call>", "</tool_call>"
 OWN = {"messages", "generation_prompt", "add_generation_prompt", "tools", "documents"}  # what a template is given by other fields
+ROLES = ("developer", "system", "user", "assistant", "tool", "function")  # OpenAI's
 
+SHOWN = """# Tools
 
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """A call of a tool; ``arguments`` is JSON text."""
+These functions can be called. Each line is the JSON schema of one:
+<tools>
+{tools}
+</tools>
 
-    name: str
-    arguments: str
+To call a function, write a JSON object with its name and its arguments, between tags:
+<tool_call>
+{{"name": "the function's name", "arguments": {{"an argument's name": "its value"}}}}
+</tool_call>"""
+RESULT = "<tool_response>\n{content}\n</tool_response>"
 
 
 @dataclasses.dataclass(frozen=True)
 class Tools:
-    """What an answer's calls are read by.
+    """How an answer's calls are read.
 
     Attributes:
         shown: for the template.
+        schemas: JSON schemas of the parameters, by name.
+        form: of calls in the answer; None where a call is demanded.
         forced: the tool that must be called; empty: any one of them; None: the model may call or not.
         schema: JSON schema of a demanded call.
+        parallel: an answer may have more than one call.
     """
 
     shown: list[dict[str, Any]]
+    schemas: Mapping[str, dict[str, Any]]
+    form: Form | None = None
     forced: str | None = None
     schema: dict[str, Any] | None = None
+    parallel: bool = True
 
     @property
     def marker(self) -> str:
@@ -45,43 +59,30 @@ class Tools:
         return MARKER if self.forced is None else ""
 
     def calls_in(self, answer: str) -> tuple[str, list[Call]]:
-        """An answer's content and its calls; all of it is content where a call cannot be read."""
-        if self.forced is not None:
-            read = _read(answer)
-            if read is None:
-                return answer, []
-            if self.forced:
-                return "", [Call(self.forced, answer)]
-            return "", [call] if (call := _call(read)) is not None else []
-        content, marker, _ = answer.partition(MARKER)
-        found = [_call(_read(one)) for one in re.findall(f"{MARKER}(.*?)(?:{END}|$)", answer, re.DOTALL)]
-        calls = [call for call in found if call is not None]
-        return (content, calls) if marker and len(calls) == len(found) else (answer, [])
+        """Returns an answer's content and its calls; all of it is content where a call cannot be read."""
+        if self.form is not None:
+            content, calls = tool_calls.read(answer, self.form, self.schemas)
+            return content, calls if self.parallel else calls[:1]
+        value = tool_calls.value_of(answer)
+        if value is None:
+            return answer, []
+        call = Call(self.forced, answer) if self.forced else tool_calls.call_of(value)
+        return ("", [call]) if call is not None else (answer, [])
 
 
-def _read(answer: str) -> Any:
-    """The object that a text is as JSON; None for none."""
-    try:
-        value = json.loads(answer)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _call(read: Any) -> Call | None:
-    if read is None or not isinstance(read.get("name"), str):
-        return None
-    arguments = read.get("arguments", read.get("parameters", {}))
-    return Call(read["name"], json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+def takes_tools(tokenizer: Tokenizer) -> bool:
+    """Returns whether the chat template has a place for tools."""
+    return re.search(r"\btools\b", tokenizer.sources[1] or "") is not None
 
 
 def tools_of(body: dict[str, Any], tokenizer: Tokenizer) -> Tools | None:
-    """What a body says of tools; None where there are none to be called.
+    """Reads what a body says of tools; None where there are none to be called.
 
     Raises:
-        BadRequest: tools that are none, or a template that takes none, or whose calls nobody here can read.
+        BadRequest: not tools, or a template whose calls cannot be read here.
     """
     given, choice = body.get("tools"), body.get("tool_choice")
+    parallel = fields.flag(body, "parallel_tool_calls", True)
     if given is None or given == []:
         if choice not in (None, "none", "auto"):
             raise wrong("tool_choice", choice, "tools to choose from: give them as tools")
@@ -91,24 +92,26 @@ def tools_of(body: dict[str, Any], tokenizer: Tokenizer) -> Tools | None:
     functions = dict(map(_function, given))
     if choice == "none":
         return None
-    template = tokenizer.sources[1] or ""
-    if not re.search(r"\btools\b", template):
-        raise BadRequest("tools", "tools are given, but this model's chat template has no place for them: leave them out")
-    if MARKER not in template:
-        raise BadRequest("tools", f"this model's chat template writes calls of tools otherwise than as {MARKER}, which alone is read here")
     if choice is None or choice == "auto":
-        return Tools(given)
+        form = tool_calls.form_of(tokenizer.sources[1] or "") if takes_tools(tokenizer) else tool_calls.json_object
+        if form is None:
+            raise BadRequest(
+                "tools",
+                f"this model's chat template writes calls of tools in a form that is not read here (read are {MARKER} with JSON, "
+                "Qwen3-Coder's and GLM's): leave tools out, or demand a call by tool_choice, which is drawn under a schema",
+            )
+        return Tools(given, functions, form, parallel=parallel)
     if choice == "required":
-        return Tools(given, "", {"anyOf": [_call_schema(name, schema) for name, schema in functions.items()]})
+        return Tools(given, functions, None, "", {"anyOf": [_call_schema(name, schema) for name, schema in functions.items()]})
     named = choice.get("function") if isinstance(choice, dict) else None
     name = named.get("name") if isinstance(named, dict) else None
     if not isinstance(name, str) or name not in functions:
         raise wrong("tool_choice", choice, "none, auto, required, or a function that is among tools")
-    return Tools(given, name, functions[name])
+    return Tools(given, functions, None, name, functions[name])
 
 
 def _function(tool: Any) -> tuple[str, dict[str, Any]]:
-    """Name and parameters' schema of one tool."""
+    """Returns name and parameters' schema of one tool."""
     function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         raise wrong("tools", tool, 'functions, {"type": "function", "function": {"name": ..., "parameters": {...}}}')
@@ -123,11 +126,14 @@ def _call_schema(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object", "properties": properties, "required": ["name", "arguments"], "additionalProperties": False}
 
 
-def prompt_of(body: dict[str, Any], tokenizer: Tokenizer, tools: Tools | None) -> list[int]:
-    """Token ids of a body's messages with the reply's opening.
+def prompt_of(body: dict[str, Any], tokenizer: Tokenizer, tools: Tools | None, strict: bool = True) -> list[int]:
+    """Returns the token ids of a body's messages with the reply's opening.
+
+    Args:
+        strict: refuse roles that OpenAI's API does not have.
 
     Raises:
-        BadRequest: messages that are none.
+        BadRequest: not messages.
         UserError: the template refuses them.
     """
     given = body.get("messages")
@@ -136,42 +142,84 @@ def prompt_of(body: dict[str, Any], tokenizer: Tokenizer, tools: Tools | None) -
     variables = fields.mapping(body, "chat_template_kwargs") or {}
     if taken := OWN & variables.keys():
         raise BadRequest("chat_template_kwargs", f"chat_template_kwargs has {sorted(taken)[0]}, which has a field of its own: leave it out")
-    if tools is not None:
+    template = tokenizer.sources[1] or ""
+    messages = [_message(one, f"messages[{i}]", strict, "developer" in template) for i, one in enumerate(given)]
+    if not takes_tools(tokenizer):
+        messages = as_text(messages, None if tools is None else tools.shown)
+    elif tools is not None:
         variables = variables | {"tools": tools.shown}
     opening = fields.flag(body, "add_generation_prompt", True)
-    rendered = tokenizer.render([_message(one) for one in given], opening, **variables)
+    rendered = tokenizer.render(messages, opening, **variables)
     return tokenizer.encode(fields.text("messages", rendered), special=False)
 
 
-def _message(given: Any) -> Message:
-    if not isinstance(given, dict) or not isinstance(given.get("role"), str):
+def as_text(messages: Sequence[Message], tools: Sequence[Any] | None) -> list[Message]:
+    """Returns messages with tools, calls and results written as text, for a template that knows none of them."""
+    out: list[Message] = []
+    for message in messages:
+        message = dict(message)
+        calls = message.pop("tool_calls", None)
+        if calls:
+            made = [{"name": call["function"]["name"], "arguments": call["function"]["arguments"]} for call in calls]
+            written = [f"{MARKER}\n{json.dumps(call, ensure_ascii=False)}\n{END}" for call in made]
+            message["content"] = "\n".join(filter(None, [message["content"], *written]))
+        if message["role"] in ("tool", "function"):
+            content = RESULT.format(content=message["content"])
+            if out and out[-1].get("results"):
+                out[-1]["content"] += "\n" + content
+                continue
+            message = {"role": "user", "content": content, "results": True}
+        out.append(message)
+    if tools:
+        text = SHOWN.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+        if out[0]["role"] == "system":
+            out[0]["content"] = f"{out[0]['content']}\n\n{text}"
+        else:
+            out.insert(0, {"role": "system", "content": text})
+    return [{key: value for key, value in message.items() if key != "results"} for message in out]
+
+
+def _message(given: Any, where: str, strict: bool, has_developer: bool) -> Message:
+    """Reads one message; ``developer`` is ``system`` to templates that do not know it. A null is a field that is not there."""
+    if not isinstance(given, dict) or not isinstance(role := given.get("role"), str):
         raise wrong("messages", given, 'messages with a role, {"role": "user", "content": "..."}')
-    message = {**given, "content": _content(given.get("content"), bool(given.get("tool_calls")))}
-    if given.get("tool_calls"):
-        if not isinstance(given["tool_calls"], list):
-            raise wrong("messages", given["tool_calls"], "a list as a message's tool_calls")
-        message["tool_calls"] = [_made(call) for call in given["tool_calls"]]
+    if strict and role not in ROLES:
+        raise wrong(f"{where}.role", role, f"one of {', '.join(ROLES)}")
+    if role == "developer" and not has_developer:
+        role = "system"
+    calls, refusal = given.get("tool_calls"), given.get("refusal")
+    content = given.get("content")
+    if content is None and isinstance(refusal, str):
+        content = refusal
+    message = {key: value for key, value in given.items() if value is not None and key not in ("refusal", "tool_calls")}
+    message |= {"role": role, "content": _content(content, bool(calls), f"{where}.content")}
+    if calls:
+        if not isinstance(calls, list):
+            raise wrong(f"{where}.tool_calls", calls, "a list as a message's tool_calls")
+        message["tool_calls"] = [_made(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
     return message
 
 
-def _content(content: Any, calls: bool) -> str:
-    """A message's text; parts that are text are joined."""
+def _content(content: Any, calls: bool, where: str) -> str:
+    """Returns a message's text; parts that are text are joined."""
     if isinstance(content, list):
-        if not all(isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content):
-            raise wrong("messages", content, "content of text alone: parts of other types cannot be read by this model")
-        return "\n".join(part["text"] for part in content)
+        parts = [part if isinstance(part, dict) else {} for part in content]
+        texts = [part.get(part["type"]) if part.get("type") in ("text", "refusal") else None for part in parts]
+        if not all(isinstance(text, str) for text in texts):
+            raise wrong(where, content, "content of text alone: parts of other types cannot be read by this model")
+        return "\n".join(filter(None, texts))
     if content is None and calls:
         return ""
     if not isinstance(content, str):
-        raise wrong("messages", content, "text, or a list of parts that are text, as a message's content")
+        raise wrong(where, content, "text, or a list of parts that are text, as a message's content")
     return content
 
 
-def _made(call: Any) -> dict[str, Any]:
-    """An earlier call as templates want it: its arguments an object."""
+def _made(call: Any, where: str) -> dict[str, Any]:
+    """Reads an earlier call as templates want it: its arguments, which are JSON text in OpenAI's API, as an object."""
     function = call.get("function") if isinstance(call, dict) else None
     arguments = function.get("arguments") if isinstance(function, dict) else None
-    read = _read(arguments) if isinstance(arguments, str) else arguments
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not isinstance(read, dict):
-        raise wrong("messages", call, 'calls of tools, {"function": {"name": ..., "arguments": "{...}"}}')
-    return {**call, "function": {**function, "arguments": read}}
+    value = tool_calls.value_of(arguments or "{}") if isinstance(arguments, str) else arguments
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not isinstance(value, dict):
+        raise wrong(where, call, 'calls of tools, {"function": {"name": ..., "arguments": "{...}"}}')
+    return {**call, "function": {**function, "arguments": value}}

@@ -12,11 +12,12 @@ class BadRequest(UserError):
 
     Attributes:
         param: its name.
+        code: OpenAI's word for the mistake, where it has one.
     """
 
-    def __init__(self, param: str | None, message: str):
+    def __init__(self, param: str | None, message: str, code: str | None = None):
         super().__init__(message)
-        self.param = param
+        self.param, self.code = param, code
 
 
 def parse(raw: bytes) -> dict[str, Any]:

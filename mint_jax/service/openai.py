@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+import mint_jax
 from mint_jax.catalog.records.database import DatabaseFailed
 from mint_jax.catalog.storage.interface import StorageFailed
 from mint_jax.errors import UserError
@@ -30,6 +31,7 @@ from mint_jax.models.base import Base
 from mint_jax.models.paged import PAGE
 from mint_jax.residency.loads import QueueFull
 from mint_jax.rollout.engine import Engine
+from mint_jax.rollout.request import BadField, ContextExceeded
 from mint_jax.rollout.request import Request as Asking
 from mint_jax.rollout.stream import Piece, Stream
 from mint_jax.service import fields, openai_types
@@ -37,7 +39,7 @@ from mint_jax.service.durable import Unavailable
 from mint_jax.service.growing import TokenTexts
 from mint_jax.service.handover import Handover, Inbox
 from mint_jax.service.openai_answers import Answer
-from mint_jax.service.openai_types import Asked
+from mint_jax.service.openai_types import TOO_LONG, Asked, Bounds
 from mint_jax.service.quotas import Busy, OverQuota
 from mint_jax.service.weights import NotFound, Taken, Weights
 
@@ -47,11 +49,18 @@ HEADER = "x-mint-revision"
 
 
 class Serves(Protocol):
-    """What is served: the engine while it serves, made with the base tokenizer's ``decode``; its base; and the names of weights."""
+    """What is served.
+
+    Attributes:
+        engine: while it serves; made with the base tokenizer's ``decode``.
+        weights: their names.
+        bounds: of fields.
+    """
 
     engine: Engine
     base: Base
     weights: Weights
+    bounds: Bounds
 
     def tenant(self, request: Request) -> str:
         """Who asks."""
@@ -125,6 +134,8 @@ def failure(error: Exception) -> JSONResponse:
         status, kind, code = 403, "permission_error", "insufficient_quota"
     elif isinstance(error, DatabaseFailed | StorageFailed | Unavailable):
         status, kind = 503, "server_error"
+    elif isinstance(error, fields.BadRequest):
+        code = error.code
     elif not isinstance(error, UserError):
         status, kind = 500, "server_error"
     message = str(error) if status != 500 else "the server failed: its log says why"
@@ -155,6 +166,7 @@ class _Api:
         tokenizer = serves.base.tokenizer
         self._texts = None if tokenizer is None else TokenTexts(tokenizer)
         self._handover: Handover | None = None
+        self._fingerprint = f"mint-jax-{mint_jax.__version__}-{serves.base.fingerprint[:12]}"
 
     # -- completions and chats
 
@@ -198,18 +210,21 @@ class _Api:
             raise Unavailable("sampling has stopped: ask when the server is there again")
         # of an answer without a limit: what the cache holds of one sample, a page for each of its two ends left out
         room = min(self._serves.base.cfg.context, max(1, engine.cache.most - 2) * PAGE)
-        asked = read(body, tokenizer, room)
+        asked = read(body, tokenizer, room, self._serves.bounds)
         assert self._texts is not None, "there is a tokenizer"
-        answer = Answer(asked, model, self._texts, tokenizer.decode)
+        answer = Answer(asked, model, self._texts, tokenizer.decode, self._fingerprint)
         streams: list[Stream] = []
         try:
             for prompt in asked.prompts:
                 seed = asked.request.seed if asked.seeded else secrets.randbits(32)
                 made = dataclasses.replace(asked.request, prompt=prompt.tokens, seed=seed, revision=model.digest, tenant=tenant)
                 streams.append(self._serves.submit(made))
-        except BaseException:
+        except BaseException as error:
             for stream in streams:
                 stream.cancel()
+            if isinstance(error, BadField):
+                code = TOO_LONG if isinstance(error, ContextExceeded) else None
+                raise fields.BadRequest(asked.names.get(error.field, error.field), str(error), code) from None
             raise
         return _Job(asked, answer, streams)
 

@@ -40,10 +40,11 @@ class Answer:
 
     Args:
         decode: text of token ids.
+        fingerprint: of what serves, for ``system_fingerprint``.
     """
 
-    def __init__(self, asked: Asked, model: Model, texts: TokenTexts, decode: Callable[[list[int]], str]):
-        self.asked, self.model, self._texts = asked, model, texts
+    def __init__(self, asked: Asked, model: Model, texts: TokenTexts, decode: Callable[[list[int]], str], fingerprint: str = ""):
+        self.asked, self.model, self._texts, self._fingerprint = asked, model, texts, fingerprint
         self.id = f"{'chatcmpl' if asked.chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._created = int(time.time())
         marker = None if asked.tools is None else asked.tools.marker
@@ -64,7 +65,7 @@ class Answer:
             choice = self._choice(index, prompt, self._part(done), done)
             if self.asked.chat:
                 content, calls = self._calls(index, done)
-                message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
+                message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
                 choice["message"] = message | ({"tool_calls": calls} if calls else {})
             choice["finish_reason"] = self._finish(index, done)
             choices.append(choice)
@@ -150,7 +151,12 @@ class Answer:
         self._begun.add(index)
         extra: dict[str, Any] = {}
         if self.asked.chat and first:
-            opening = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+            opening = {
+                "index": index,
+                "delta": {"role": "assistant", "content": "", "refusal": None},
+                "logprobs": None,
+                "finish_reason": None,
+            }
             out.append(self._frame(self._chunk, [opening]) | self._of_prompt(prompt, done))
         choice = self._choice(index, prompt, part, done, first)
         if self.asked.chat:
@@ -165,7 +171,9 @@ class Answer:
     # -- parts
 
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self._created, "model": self.asked.model, "choices": choices}
+        return {"id": self.id, "object": kind, "created": self._created, "model": self.asked.model, "choices": choices} | {
+            "system_fingerprint": self._fingerprint
+        }
 
     def _choice(self, index: int, prompt: Prompt, part: Part, done: Completion | None, first: bool = True) -> dict[str, Any]:
         """What a choice has in both forms of answer; ``first``: nothing of it was told before."""
@@ -175,7 +183,7 @@ class Answer:
             choice["token_ids"] = list(part.tokens)
         if asked.chat:
             told = [self._token(*entry) for entry in part.entries]
-            return choice | {"logprobs": {"content": told} if asked.logprobs else None}
+            return choice | {"logprobs": {"content": told, "refusal": None} if asked.logprobs else None}
         if first:
             choice |= self._of_prompt(prompt, done)
         choice["text"] = (prompt.text if asked.echo and first else "") + part.text

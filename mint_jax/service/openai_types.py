@@ -6,6 +6,7 @@ Fields that are not known are ignored; known ones that would change the answer, 
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from mint_jax.data.tokenizer import Tokenizer
@@ -17,6 +18,27 @@ from mint_jax.service.fields import BadRequest, flag, number, whole, wrong
 
 MOST_SAMPLES, MOST_PROMPTS, MOST_CHOICES = 128, 2048, 4096  # of a prompt, of a body, of a body's prompts together
 DEFAULT_TOKENS = 16  # of completions, as OpenAI's API has it
+START = "<|endoftext|>"  # what OpenAI's API takes for a prompt that is not there or empty: the beginning of a document
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """How far fields may go.
+
+    Attributes:
+        temperature: at most.
+        logprobs: of completions: alternatives at most.
+        stops: stop strings at most.
+        strict: other roles than OpenAI's are refused.
+    """
+
+    temperature: float = 2.0
+    logprobs: int = 5
+    stops: int = 4
+    strict: bool = True
+
+
+OPENAI, WIDE = Bounds(), Bounds(math.inf, ALTERNATIVES, 1 << 20, False)  # OpenAI's own; those of the engine
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> values that mean "not used"
     "suffix": (None, ""),
     "use_beam_search": (None, False),
@@ -33,6 +55,10 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> values that mean "not us
     "guided_grammar": (None,),
     "structural_tag": (None,),
 }
+
+
+TOO_LONG = "context_length_exceeded"  # code of errors
+NAMES = {"stop_ids": "stop_token_ids"}  # fields of ``Request`` that bodies call otherwise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +86,7 @@ class Asked:
         as_ids: tokens beside log-probabilities are told by their ids.
         usage: the last chunk of a stream tells it.
         tools: whose calls are looked for.
+        names: what the body calls fields of ``request``, where it is another name.
     """
 
     model: str
@@ -76,6 +103,7 @@ class Asked:
     token_ids: bool = False
     as_ids: bool = False
     tools: Tools | None = None
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def whole(self) -> bool:
@@ -92,28 +120,29 @@ def model_of(body: dict[str, Any]) -> str:
     return fields.text("model", body.get("model"), empty=False)
 
 
-def completion_of(body: dict[str, Any], tokenizer: Tokenizer, context: int) -> Asked:
+def completion_of(body: dict[str, Any], tokenizer: Tokenizer, context: int, bounds: Bounds = OPENAI) -> Asked:
     """A body of ``/completions``.
 
     Raises:
         BadRequest: naming the field that is wrong.
     """
-    top = whole(body, "logprobs", None, 0, ALTERNATIVES)
+    top = whole(body, "logprobs", None, 0, bounds.logprobs)
     echo = flag(body, "echo")
-    settings = _settings(body, tokenizer)
+    settings = _settings(body, tokenizer, bounds)
     tokens = whole(body, "max_tokens", DEFAULT_TOKENS, 0 if echo else 1, context)
     if (best := whole(body, "best_of", None, 1, MOST_SAMPLES)) not in (None, settings["n"]):
         raise wrong("best_of", best, "as many as n: all samples are told, ranking them is the caller's")
-    schema: dict[str, Any] = _format(body)
+    named, schema = _format(body)
     shown = _shown(body, settings, top is not None, top or 0, echo)
     request = Request((), max_tokens=max(1, tokens), **settings, **schema)
     prompts = _prompts(body, tokenizer)
     if len(prompts) * request.n > MOST_CHOICES:
         raise wrong("n", request.n, f"at most {MOST_CHOICES} completions of all {len(prompts)} prompts together")
-    return Asked(prompts=prompts, request=request, chat=False, echo=echo, silent=tokens == 0, **shown)
+    names = NAMES | dict.fromkeys(schema, named)
+    return Asked(prompts=prompts, request=request, chat=False, echo=echo, silent=tokens == 0, names=names, **shown)
 
 
-def chat_of(body: dict[str, Any], tokenizer: Tokenizer, context: int) -> Asked:
+def chat_of(body: dict[str, Any], tokenizer: Tokenizer, context: int, bounds: Bounds = OPENAI) -> Asked:
     """A body of ``/chat/completions``.
 
     Args:
@@ -128,21 +157,22 @@ def chat_of(body: dict[str, Any], tokenizer: Tokenizer, context: int) -> Asked:
         raise wrong("top_logprobs", top, "0 without logprobs: set logprobs to true")
     if body.get("echo") not in (None, False):
         raise wrong("echo", body["echo"], "nothing: a chat's prompt is told by completions alone")
-    settings: dict[str, Any] = _settings(body, tokenizer)
-    schema: dict[str, Any] = _format(body)
+    settings: dict[str, Any] = _settings(body, tokenizer, bounds)
+    named, schema = _format(body)
     limit = [whole(body, name, None, 1, context) for name in ("max_completion_tokens", "max_tokens")]
     tools = chat.tools_of(body, tokenizer)
     if tools is not None and tools.schema is not None:
         if schema:
             raise BadRequest("tool_choice", "tool_choice demands a call, and the body another form of answer: give one of the two")
-        schema = {"json_schema": json.dumps(tools.schema)}
+        named, schema = "tools", dict[str, Any](json_schema=json.dumps(tools.schema))
     shown = _shown(body, settings, logprobs, top, False)
-    tokens = tuple(chat.prompt_of(body, tokenizer, tools))
+    tokens = tuple(chat.prompt_of(body, tokenizer, tools, bounds.strict))
     if len(tokens) >= context:
-        raise BadRequest("messages", f"messages are {len(tokens)} tokens, and the context has {context}: shorten them")
+        raise BadRequest("messages", f"messages are {len(tokens)} tokens, and the context has {context}: shorten them", TOO_LONG)
     most = next((value for value in limit if value is not None), context - len(tokens))
     request = Request((), max_tokens=most, **settings, **schema)
-    return Asked(prompts=[Prompt(tokens, "")], request=request, chat=True, tools=tools, **shown)
+    names = NAMES | {"prompt": "messages"} | dict.fromkeys(schema, named)
+    return Asked(prompts=[Prompt(tokens, "")], request=request, chat=True, tools=tools, names=names, **shown)
 
 
 def _shown(body: dict[str, Any], settings: dict[str, Any], logprobs: bool, top: int, echo: bool) -> dict[str, Any]:
@@ -169,16 +199,18 @@ def _shown(body: dict[str, Any], settings: dict[str, Any], logprobs: bool, top: 
     }
 
 
-def _settings(body: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
+def _settings(body: dict[str, Any], tokenizer: Tokenizer, bounds: Bounds) -> dict[str, Any]:
     """Settings of ``Request`` that completions and chats share."""
     ends = () if flag(body, "ignore_eos") else tokenizer.eos_ids
     stop_ids = () if body.get("stop_token_ids") is None else fields.ids("stop_token_ids", body["stop_token_ids"])
     if len(stop_ids) > MAX_STOP_IDS // 2:
         raise wrong("stop_token_ids", body["stop_token_ids"], f"at most {MAX_STOP_IDS // 2} ids")
+    if len(stops := fields.texts(body, "stop")) > bounds.stops:
+        raise wrong("stop", body["stop"], f"at most {bounds.stops} strings")
     return {
         "n": whole(body, "n", 1, 1, MOST_SAMPLES),
         "seed": whole(body, "seed", 0, -(2**63), 2**64 - 1) % 2**32,
-        "temperature": number(body, "temperature", 1.0, 0.0),
+        "temperature": number(body, "temperature", 1.0, 0.0, bounds.temperature),
         "top_p": number(body, "top_p", 1.0, 0.0, 1.0, above=True),
         "top_k": max(0, whole(body, "top_k", 0, -1, 2**31 - 1)),
         "min_p": number(body, "min_p", 0.0, 0.0, 1.0),
@@ -186,7 +218,7 @@ def _settings(body: dict[str, Any], tokenizer: Tokenizer) -> dict[str, Any]:
         "frequency_penalty": number(body, "frequency_penalty", 0.0, -2.0, 2.0),
         "repetition_penalty": number(body, "repetition_penalty", 1.0, 1e-6, 1e6),
         "logit_bias": _biases(body),
-        "stop": fields.texts(body, "stop"),
+        "stop": stops,
         "stop_ids": tuple(dict.fromkeys((*ends, *stop_ids))),
     }
 
@@ -205,8 +237,8 @@ def _biases(body: dict[str, Any]) -> tuple[tuple[int, float], ...]:
     return tuple(out.items())
 
 
-def _format(body: dict[str, Any]) -> dict[str, Any]:
-    """The grammar of an answer, by the names of ``Request``: from OpenAI's field or one of vLLM's."""
+def _format(body: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The field that has the grammar of an answer, OpenAI's or one of vLLM's, and the grammar by the names of ``Request``."""
     found: dict[str, dict[str, Any]] = {}
     if (given := fields.mapping(body, "response_format")) is not None:
         kind = given.get("type")
@@ -224,7 +256,7 @@ def _format(body: dict[str, Any]) -> dict[str, Any]:
                 found[where + key] = _grammar(where + key, key, value)
     if len(found) > 1:
         raise BadRequest(list(found)[1], f"{' and '.join(found)} are given: give one of them")
-    return next(iter(found.values()), {})
+    return next(iter(found.items()), ("", {}))
 
 
 def _grammar(name: str, kind: str, value: Any) -> dict[str, Any]:
@@ -245,6 +277,7 @@ def _schema(name: str, value: Any) -> str:
 
 def _prompts(body: dict[str, Any], tokenizer: Tokenizer) -> list[Prompt]:
     given = body.get("prompt")
+    given = "" if given is None else given
     if isinstance(given, str):
         return [_from_text(given, body, tokenizer)]
     if not isinstance(given, list) or not given or (isinstance(given[0], str | list) and len(given) > MOST_PROMPTS):
@@ -258,4 +291,13 @@ def _prompts(body: dict[str, Any], tokenizer: Tokenizer) -> list[Prompt]:
 
 def _from_text(given: Any, body: dict[str, Any], tokenizer: Tokenizer) -> Prompt:
     given = fields.text("prompt", given)
-    return Prompt(tuple(tokenizer.encode(given, special=flag(body, "add_special_tokens", True))), given)
+    tokens = tokenizer.encode(given, special=flag(body, "add_special_tokens", True))
+    return Prompt(tuple(tokens or _start(tokenizer)), given)
+
+
+def _start(tokenizer: Tokenizer) -> list[int]:
+    """Returns the token that a document begins with, for an empty prompt."""
+    start = tokenizer.encode("") or [id for id in (tokenizer.special_ids.get(START), tokenizer.eos_id) if id is not None][:1]
+    if not start:
+        raise wrong("prompt", "", "text: this tokenizer has no token that begins a document")
+    return start

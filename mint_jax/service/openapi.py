@@ -14,7 +14,8 @@ from mint_jax.rollout.device import ALTERNATIVES
 from mint_jax.rollout.request import MAX_BIASES, MAX_STOP_IDS
 from mint_jax.service import checkpoints
 from mint_jax.service.admin import MOST_LISTED
-from mint_jax.service.openai_types import MOST_CHOICES, MOST_PROMPTS, MOST_SAMPLES, UNSUPPORTED
+from mint_jax.service.chat import ROLES
+from mint_jax.service.openai_types import MOST_CHOICES, MOST_PROMPTS, MOST_SAMPLES, OPENAI, UNSUPPORTED, Bounds
 
 Schema = dict[str, Any]
 
@@ -38,9 +39,14 @@ STATUSES = {  # beside 200
 }
 
 
-def route(context: int) -> Route:
-    """The document's route; ``context``: tokens that the base reads."""
-    told = document(context)
+def route(context: int, bounds: Bounds = OPENAI) -> Route:
+    """The document's route.
+
+    Args:
+        context: tokens that the base reads.
+        bounds: of OpenAI's fields.
+    """
+    told = document(context, bounds)
 
     async def openapi(_: Request) -> JSONResponse:
         return JSONResponse(told)
@@ -48,11 +54,11 @@ def route(context: int) -> Route:
     return Route("/openapi.json", openapi, methods=["GET"])
 
 
-def document(context: int) -> Schema:
+def document(context: int, bounds: Bounds = OPENAI) -> Schema:
     """The document."""
     paths: Schema = {}
     for under in ("/v1", "/oai/api/v1"):
-        for path, methods in _openai(context).items():
+        for path, methods in _openai(context, bounds).items():
             paths[under + path] = methods
     paths |= {f"/api/v1/{path}": methods for path, methods in {**_tinker(), **_tinker_rest()}.items()} | _operators()
     for path, methods in paths.items():
@@ -147,7 +153,7 @@ def _parameters(path: str) -> list[Schema]:
 # -- OpenAI
 
 
-def _openai(context: int) -> Schema:
+def _openai(context: int, bounds: Bounds) -> Schema:
     streamed = ("application/json", "text/event-stream")
     limits = {"limit": _whole(1, 1000), "after": NAME}
     loaded = _fields({"lora_name": NAME, "lora_path": NAME}, load_inplace=_or_null(FLAG))
@@ -158,14 +164,14 @@ def _openai(context: int) -> Schema:
     return {
         "/models": {"get": told("Models that can be named: the base, loaded adapters, policies.", MODELS, query=limits)},
         "/models/{name}": {"get": told("One model.", MODEL)},
-        "/completions": {"post": told("Completes prompts.", COMPLETION, body=_completion(context), kinds=streamed)},
-        "/chat/completions": {"post": told("Answers a chat.", CHAT, body=_chat(context), kinds=streamed)},
+        "/completions": {"post": told("Completes prompts.", COMPLETION, body=_completion(context, bounds), kinds=streamed)},
+        "/chat/completions": {"post": told("Answers a chat.", CHAT, body=_chat(context, bounds), kinds=streamed)},
         "/load_lora_adapter": {"post": told("Names a revision, as vLLM does.", body=loaded, kinds=("text/plain",))},
         "/unload_lora_adapter": {"post": told("Takes a name back.", body=_fields({"lora_name": NAME}), kinds=("text/plain",))},
     }
 
 
-def _sampling(context: int) -> Schema:
+def _sampling(context: int, bounds: Bounds) -> Schema:
     """Fields of completions and chats; null is as if one were not there."""
     bias = OBJECT | {"propertyNames": {"pattern": "^[0-9]{1,9}$"}, "additionalProperties": _number(-100, 100), "maxProperties": MAX_BIASES}
     schema = {"anyOf": [OBJECT, TEXT]}
@@ -175,7 +181,7 @@ def _sampling(context: int) -> Schema:
         "stream_options": _fields({}, include_usage=_or_null(FLAG)),
         "n": _whole(1, MOST_SAMPLES),
         "seed": _whole(-(2**63), 2**64 - 1),
-        "temperature": _number(0),
+        "temperature": _number(0, min(bounds.temperature, 1e30)),
         "top_p": _number(0, 1, above=True),
         "top_k": _whole(-1, 2**31 - 1),
         "min_p": _number(0, 1),
@@ -183,7 +189,7 @@ def _sampling(context: int) -> Schema:
         "frequency_penalty": _number(-2, 2),
         "repetition_penalty": _number(1e-6, 1e6),
         "logit_bias": bias,
-        "stop": {"anyOf": [NAME, _list(NAME)]},
+        "stop": {"anyOf": [NAME, _list(NAME, 0, bounds.stops)]},
         "stop_token_ids": _list(ID, 0, MAX_STOP_IDS // 2),
         "max_tokens": _whole(1, context),
         "prompt_logprobs": _whole(0, ALTERNATIVES),
@@ -197,37 +203,39 @@ def _sampling(context: int) -> Schema:
     return {name: _or_null(schema) for name, schema in wanted.items()} | unused
 
 
-def _completion(context: int) -> Schema:
+def _completion(context: int, bounds: Bounds) -> Schema:
     ids = _list(ID, 1)
-    prompt = {"anyOf": [NAME, _list(NAME, 1, MOST_PROMPTS), ids, _list(ids, 1, MOST_PROMPTS)]}
+    prompt = {"anyOf": [TEXT, _list(TEXT, 1, MOST_PROMPTS), ids, _list(ids, 1, MOST_PROMPTS)]}
     own = {
         "max_tokens": _whole(0, context) | {"description": "0 with echo alone: the prompt is told and nothing is drawn."},
-        "logprobs": _whole(0, ALTERNATIVES),
+        "logprobs": _whole(0, bounds.logprobs),
         "echo": FLAG,
         "add_special_tokens": FLAG,
         "best_of": _whole(1, MOST_SAMPLES) | {"description": "As n."},
     }
-    optional = _sampling(context) | {name: _or_null(schema) for name, schema in own.items()}
+    optional = _sampling(context, bounds) | {name: _or_null(schema) for name, schema in own.items()}
     optional["n"] = optional["n"] | {"description": f"At most {MOST_CHOICES} completions of all prompts together."}
-    return _fields({"model": NAME, "prompt": prompt}, **optional)
+    return _fields({"model": NAME}, prompt=_or_null(prompt), **optional)
 
 
-def _chat(context: int) -> Schema:
+def _chat(context: int, bounds: Bounds) -> Schema:
     part = _fields({"type": {"const": "text"}, "text": TEXT})
     content = {"anyOf": [TEXT, _list(part)]}
-    message = {"anyOf": [_fields({"role": TEXT, "content": content}), _fields({"role": TEXT, "tool_calls": _list(MADE, 1)})]}
+    role = {"enum": list(ROLES)} if bounds.strict else TEXT
+    message = {"anyOf": [_fields({"role": role, "content": content}), _fields({"role": role, "tool_calls": _list(MADE, 1)})]}
     function = _fields({"name": NAME}, parameters=_or_null(OBJECT))
     own = {
         "logprobs": FLAG,
         "top_logprobs": _whole(0, ALTERNATIVES),
         "max_completion_tokens": _whole(1, context),
         "tools": _list(_fields({"type": {"const": "function"}, "function": function})),
+        "parallel_tool_calls": FLAG,
         "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, OBJECT]},
         "chat_template_kwargs": OBJECT,
         "add_generation_prompt": FLAG,
         "echo": {"enum": [False]},
     }
-    optional = _sampling(context) | {name: _or_null(schema) for name, schema in own.items()}
+    optional = _sampling(context, bounds) | {name: _or_null(schema) for name, schema in own.items()}
     return _fields({"model": NAME, "messages": _list(message, 1)}, **optional)
 
 
@@ -252,13 +260,21 @@ TABLE = _fields(
 TOKEN = {"token": TEXT, "logprob": LOGPROB, "bytes": _list(_whole(0, 255))}
 CALL = _fields({"id": TEXT, "type": {"const": "function"}, "function": _fields({"name": TEXT, "arguments": TEXT})})
 MADE = _fields({"function": _fields({"name": TEXT, "arguments": {"anyOf": [TEXT, OBJECT]}})})
-MESSAGE = _fields({"role": {"const": "assistant"}, "content": _or_null(TEXT)}, tool_calls=_list(CALL))
-CONTENT = _or_null(_fields({"content": _list(_fields(TOKEN | {"top_logprobs": _list(_fields(TOKEN))}))}))
+MESSAGE = _fields({"role": {"const": "assistant"}, "content": _or_null(TEXT), "refusal": {"const": None}}, tool_calls=_list(CALL))
+CONTENT = _or_null(_fields({"content": _list(_fields(TOKEN | {"top_logprobs": _list(_fields(TOKEN))})), "refusal": {"const": None}}))
 
 
 def _body(kind: str, **choice: Schema) -> Schema:
     of = _list(_fields({"index": COUNT, "finish_reason": REASON, **choice}, token_ids=_list(ID)), 1)
-    frame = {"id": TEXT, "object": {"const": kind}, "created": COUNT, "model": TEXT, "choices": of, "usage": USAGE}
+    frame = {
+        "id": TEXT,
+        "object": {"const": kind},
+        "created": COUNT,
+        "model": TEXT,
+        "choices": of,
+        "usage": USAGE,
+        "system_fingerprint": TEXT,
+    }
     return _fields(frame | {"mint_revision": _or_null(TEXT)})
 
 

@@ -14,6 +14,7 @@ from mint_jax.service.fields import BadRequest
 from mint_jax.service.growing import TokenTexts
 from mint_jax.service.openai_answers import Answer
 from mint_jax.service.openai_types import chat_of
+from mint_jax.service.tool_calls import json_object
 from mint_jax.service.weights import Model
 
 TEMPLATE = """{%- if tools %}TOOLS{% for tool in tools %} {{ tool | tojson }}{% endfor %}
@@ -28,6 +29,7 @@ WEATHER = {
     "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}},
 }
 CLOCK = {"type": "function", "function": {"name": "clock"}}
+ENDS = 'Look: <tool_call>{"name": "clock", "arguments": {"text": "a </tool_call> b <tool_call> c"}}</tool_call> Done.'
 MESSAGES = [{"role": "user", "content": "Weather in Oslo?"}]
 
 
@@ -59,32 +61,45 @@ def test_tools_and_earlier_calls_reach_the_template(tokenizer):
         assert tools_of(none, tokenizer) is None
 
 
-def test_a_template_that_takes_no_tools_or_writes_calls_otherwise_is_told(tokenizer_of):
-    for template, reason in (("{{ messages }}", "no place for them"), ("{{ messages }}{{ tools }}", "writes calls of tools otherwise")):
-        with pytest.raises(BadRequest, match=reason) as error:
-            tools_of({"tools": [WEATHER]}, tokenizer_of(template))
-        assert error.value.param == "tools"
+def test_a_template_that_writes_calls_otherwise_is_told_and_a_demanded_call_needs_no_form(tokenizer_of):
+    tokenizer = tokenizer_of("{{ messages }}{{ tools }}[TOOL_CALLS]")
+    with pytest.raises(BadRequest, match="form that is not read here") as error:
+        tools_of({"tools": [WEATHER]}, tokenizer)
+    assert error.value.param == "tools"
+    demanded = tools_of({"tools": [WEATHER], "tool_choice": "required"}, tokenizer)
+    assert demanded is not None
+    assert demanded.schema is not None
 
 
-@pytest.mark.parametrize(
-    ("answer", "content", "calls"),
-    [
-        ("Just text.", "Just text.", []),
-        ('<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>', "", [("clock", {})]),
-        ('Wait. <tool_call>{"name": "weather", "arguments": {"city": "Ö"}}</tool_call>', "Wait. ", [("weather", {"city": "Ö"})]),
-        (
-            '<tool_call>{"name": "clock", "arguments": {}}</tool_call>\n<tool_call>{"name": "weather", "arguments": {"city": "x"}}',
-            "",
-            [("clock", {}), ("weather", {"city": "x"})],
-        ),
-        ('A <tool_call>{"name": "clock", "argum', 'A <tool_call>{"name": "clock", "argum', []),
-        ('<tool_call>{"name": 5}</tool_call>', '<tool_call>{"name": 5}</tool_call>', []),
-        ("<tool_call>[]</tool_call>", "<tool_call>[]</tool_call>", []),
-    ],
-)
-def test_calls_are_read_out_of_an_answer(answer, content, calls):
-    found = Tools([WEATHER, CLOCK]).calls_in(answer)
-    assert (found[0], [(call.name, json.loads(call.arguments)) for call in found[1]]) == (content, calls)
+def test_a_template_without_tools_has_them_as_text():
+    """SmolLM2's own template, which knows roles and contents alone."""
+    tokenizer = Tokenizer(base_lib.resolve("tiny-random"))
+    calls = [{"type": "function", "function": {"name": "weather", "arguments": f'{{"city": "{city}"}}'}} for city in "OB"]
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": calls, "refusal": None},
+        *({"role": "tool", "tool_call_id": str(i), "content": f"cold {i}"} for i in range(2)),
+        {"role": "assistant", "content": "Cold.", "tool_calls": None, "function_call": None},
+        *MESSAGES,
+    ]
+
+    def text_of(body):
+        return tokenizer.decode(prompt_of(body, tokenizer, tools_of(body, tokenizer)), skip_special=False)
+
+    for choice in ("auto", "required", {"type": "function", "function": {"name": "weather"}}):
+        text = text_of({"messages": messages, "tools": [WEATHER, CLOCK], "tool_choice": choice})
+        system, user, assistant, results, *_ = text.split("<|im_start|>")[1:]
+        assert system.startswith("system\nBe brief.\n\n# Tools")
+        listed = system.split("<tools>\n")[1].split("\n</tools>")[0].splitlines()
+        assert list(map(json.loads, listed)) == [WEATHER, CLOCK]
+        assert user == "user\nWeather in Oslo?<|im_end|>\n"
+        made = Tools([], {}, json_object).calls_in(assistant.split("\n", 1)[1].split("<|im_end|>")[0])[1]
+        assert made == [Call("weather", '{"city": "O"}'), Call("weather", '{"city": "B"}')]
+        assert results.startswith("user\n<tool_response>\ncold 0\n</tool_response>\n<tool_response>\ncold 1\n</tool_response><|im_end|>")
+    assert "# Tools" not in text_of({"messages": messages, "tools": [WEATHER], "tool_choice": "none"})
+    assert "<tool_call>" in text_of({"messages": messages}), "earlier calls stay"
+    assert text_of({"messages": MESSAGES, "tools": [WEATHER]}).startswith("<|im_start|>system\n# Tools")
 
 
 def test_a_call_that_is_demanded_has_a_schema(tokenizer):
@@ -100,7 +115,7 @@ def test_a_call_that_is_demanded_has_a_schema(tokenizer):
             tools_of({"tools": [WEATHER], "tool_choice": wrong}, tokenizer)
 
 
-@pytest.mark.parametrize("text", ['Wait. <tool_call>{"name": "clock", "arguments": {}}</tool_call>', "No call.", "Half <tool_call>{"])
+@pytest.mark.parametrize("text", ['Wait. <tool_call>{"name": "clock", "arguments": {}}</tool_call>', "No call.", "Half <tool_call>{", ENDS])
 def test_a_stream_with_calls_is_the_same_as_an_answer(tokenizer, text):
     body = {"model": "m", "messages": MESSAGES, "tools": [CLOCK], "stream": True}
     tokens = tokenizer.encode(text)

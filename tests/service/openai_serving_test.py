@@ -12,11 +12,13 @@ import numpy as np
 import openai
 import pytest
 
+from mint_jax import __version__
 from mint_jax.catalog.packed import Schema
 from mint_jax.errors import UserError
 from mint_jax.residency.loads import QueueFull
 from mint_jax.rollout.score import Scorer
 from mint_jax.service.openai_answers import Answer
+from mint_jax.service.openai_types import WIDE
 from tests.service.chat_test import TEMPLATE
 from tests.service.openai_world import CONFIG, export, joined, opened, served
 
@@ -108,10 +110,10 @@ STREAMED = {
     "several": {"n": 3},
     "logprobs": {"n": 2, "logprobs": 0},
     "likeliest": {"n": 2, "logprobs": 2},
-    "likeliest, stops within pieces": {"logprobs": 3, "logit_bias": LETTERS, "temperature": 8, "max_tokens": 40, "stop": ["abc"]},
+    "likeliest, stops within pieces": {"logprobs": 3, "logit_bias": LETTERS, "temperature": 2, "max_tokens": 40, "stop": ["abc"]},
     "half characters": {"n": 3, "logit_bias": MULTIBYTE, "max_tokens": 24},
     "half characters, log-probabilities": {"logit_bias": MULTIBYTE, "max_tokens": 24, "logprobs": 0},
-    "stops within pieces": {"n": 4, "logit_bias": LETTERS, "temperature": 8, "max_tokens": 40, "stop": ["abc", "ccab", "bba"]},
+    "stops within pieces": {"n": 4, "logit_bias": LETTERS, "temperature": 2, "max_tokens": 40, "stop": ["abc", "ccab", "bba"]},
     "echo": {"n": 2, "echo": True},
     "echo and log-probabilities": {"echo": True, "logprobs": 1},
     "echo alone": {"echo": True, "logprobs": 1, "max_tokens": 0},
@@ -420,18 +422,18 @@ def nested(depth):
 
 
 BAD = [  # field, body
-    *[("prompt", {"prompt": p}) for p in (None, 5, {}, [], "", [[]], [""], ["a", 5], [5, "a"], [[5], "a"], [1.5], [-1], [True], [10**9])],
+    *[("prompt", {"prompt": p}) for p in (5, {}, [], [[]], ["a", 5], [5, "a"], [[5], "a"], [1.5], [-1], [True], [10**9])],
     *[("max_tokens", {"max_tokens": v}) for v in ("5", 0, -1, 1.5, True, 10**9, [], 512)],
-    *[("temperature", {"temperature": v}) for v in ("1", -0.1, True, float("nan"), float("inf"), {}, 10**400)],
+    *[("temperature", {"temperature": v}) for v in ("1", -0.1, 2.1, True, float("nan"), float("inf"), {}, 10**400)],
     *[("top_p", {"top_p": v}) for v in (0, 1.1, "x")],
     *[("top_k", {"top_k": v}) for v in (-2, 0.5, 2**40)],
     *[("min_p", {"min_p": v}) for v in (-1, 2, [])],
     *[("n", {"n": v}) for v in (0, 129, "2", 1.0)],
     ("n", {"n": 100, "prompt": ["a"] * 50}),
     *[("seed", {"seed": v}) for v in ("1", 1.5, 2**70)],
-    *[("stop", {"stop": v}) for v in (5, [5], [""], "", {}, ["\ud800"])],
+    *[("stop", {"stop": v}) for v in (5, [5], [""], "", {}, ["\ud800"], ["a", "b", "c", "d", "e"])],
     *[("stop_token_ids", {"stop_token_ids": v}) for v in (5, ["a"], [-1], list(range(50)))],
-    *[("logprobs", {"logprobs": v}) for v in (True, 21, -1, "1")],
+    *[("logprobs", {"logprobs": v}) for v in (True, 6, -1, "1")],
     *[("echo", {"echo": v}) for v in ("yes", 1)],
     *[("stream", {"stream": v}) for v in ("yes", 1, [])],
     *[("stream_options", {"stream_options": v}) for v in (5, {"include_usage": True})],
@@ -441,14 +443,17 @@ BAD = [  # field, body
     *[("repetition_penalty", {"repetition_penalty": v}) for v in (0, -1, "x")],
     *[("logit_bias", {"logit_bias": v}) for v in ([], {"a": 1}, {"5": "x"}, {"5": 101}, {"999999": 1}, {"5": None}, {"5": float("nan")})],
     *[("response_format", {"response_format": v}) for v in (5, {}, {"type": "xml"}, {"type": "json_schema"}, {"type": []})],
-    ("json_schema", {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "wrong"}}}}),
+    *[
+        ("response_format", {"response_format": {"type": "json_schema", "json_schema": {"schema": v}}})
+        for v in ({"type": "wrong"}, {"$ref": "#"})
+    ],
     ("json_schema", {"response_format": {"type": "json_schema", "json_schema": 5}}),
-    *[("json_schema", {"guided_json": v}) for v in ({"$ref": "#/none"}, {"type": "string", "pattern": "("}, {"enum": []}, {"anyOf": 5})],
+    *[("guided_json", {"guided_json": v}) for v in ({"$ref": "#/none"}, {"type": "string", "pattern": "("}, {"enum": []}, {"anyOf": 5})],
     *[("", {"guided_json": nested(depth)}) for depth in (150, 400, 900)],
     *[("guided_json", {"guided_json": v}) for v in (5, [])],
-    *[("regex", {"guided_regex": v}) for v in ("(", 5, "")],
-    *[("choice", {"guided_choice": v}) for v in ([], "x", [5], [""])],
-    ("guided_regex", {"guided_regex": "a", "guided_choice": ["a"]}),
+    *[("guided_regex", {"guided_regex": v}) for v in ("(", 5, "")],
+    *[("guided_choice", {"guided_choice": v}) for v in ([], "x", [5], [""])],
+    ("guided_choice", {"guided_regex": "a", "guided_choice": ["a"]}),
     ("structured_outputs", {"structured_outputs": []}),
     *[("prompt_logprobs", {"prompt_logprobs": v}) for v in (-1, 30, "x")],
     ("best_of", {"best_of": 3}),
@@ -471,7 +476,9 @@ BAD_CHATS = [
     ("echo", {"echo": True}),
     ("tools", {"tools": 5}),
     ("tools", {"tools": [{}]}),
-    ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+    ("tools", {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#"}}}], "tool_choice": "required"}),
+    ("messages[1].role", {"messages": [*MESSAGES, {"role": "tooling", "content": "x"}]}),
+    ("messages[0].content", {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}),
     ("tool_choice", {"tool_choice": "required"}),
     ("chat_template_kwargs", {"chat_template_kwargs": {"messages": []}}),
     ("chat_template_kwargs", {"chat_template_kwargs": 5}),
@@ -482,14 +489,17 @@ BAD_CHATS = [
 def test_what_is_wrong_is_a_400_that_names_the_field(world, client):
     assert len(BAD) + len(BAD_CHATS) > 130
     with httpx.Client(base_url=world.url, timeout=60) as raw:
+        unnamed = []
         for bad, path, good in ((BAD, "/completions", {"prompt": TEXT}), (BAD_CHATS, "/chat/completions", {"messages": MESSAGES})):
             for field, change in bad:
                 body = json.dumps({"model": "chat", **good, **change})
                 found = raw.post("/v1" + path, content=body)
                 assert found.status_code == 400, (change, found.text)
                 error = found.json()["error"]
-                assert field in error["message"] or "surrogate" in error["message"], (change, error)
+                if not (error["param"] or "").startswith(field) and "surrogate" not in error["message"]:
+                    unnamed.append((change, error))
                 assert error["type"] == "invalid_request_error"
+        assert not unnamed
         for content in (b"", b"{", b"[]", b"5", b"null", b'"x"', b"\xff", b"[" * 100_000, b'{"a":' * 5000, b"1" * 5000):
             found = raw.post("/v1/completions", content=content)
             assert found.status_code == 400
@@ -497,6 +507,50 @@ def test_what_is_wrong_is_a_400_that_names_the_field(world, client):
     assert not world.engine._jobs
     [choice] = client.completions.create(model="chat@1", prompt=TEXT, temperature=0).choices
     same(choice, world.sampled(TEXT, world.digests["chat@1"], temperature=0)[0])
+
+
+def test_an_empty_prompt_is_the_beginning_of_a_document(world, client):
+    start = world.base.need_tokenizer().special_ids["<|endoftext|>"]
+    [done] = world.sampled([start], world.digests["chat@1"], temperature=0, max_tokens=4)
+    for given in ({"prompt": ""}, {"prompt": None}, {}, {"prompt": [""]}):
+        found = httpx.post(
+            world.url + "/v1/completions", json={"model": "chat@1", "temperature": 0, "max_tokens": 4, **given}, timeout=60
+        ).json()
+        assert (found["choices"][0]["text"], found["usage"]["prompt_tokens"]) == (done.text, 1)
+    echoed = client.completions.create(model="chat@1", prompt="", echo=True, temperature=0, max_tokens=4).choices[0]
+    assert echoed.text == done.text
+
+
+def test_answers_say_what_serves_and_that_nothing_was_refused(world, client):
+    asked = {"model": "chat", "messages": MESSAGES, "max_tokens": 2, "logprobs": True}
+    answer = client.chat.completions.create(**asked)
+    assert answer.system_fingerprint == f"mint-jax-{__version__}-{world.base.fingerprint[:12]}"
+    chunks = list(client.chat.completions.create(stream=True, **asked))
+    assert {chunk.system_fingerprint for chunk in chunks} == {answer.system_fingerprint}
+    assert client.completions.create(model="chat", prompt=TEXT, max_tokens=1).system_fingerprint == answer.system_fingerprint
+    raw = httpx.post(world.url + "/v1/chat/completions", json=asked, timeout=60).json()["choices"][0]
+    assert raw["message"]["refusal"] is None
+    assert raw["logprobs"]["refusal"] is None
+
+
+def test_one_setting_lifts_openais_limits(world, monkeypatch):
+    messages, many = [{"role": "critic", "content": "x"}], {"temperature": 3, "stop": list("abcde"), "max_tokens": 1}
+    wide = [("completions", {"prompt": TEXT, "logprobs": 20, **many}), ("chat/completions", {"messages": messages, **many})]
+
+    def statuses():
+        return [httpx.post(f"{world.url}/v1/{path}", json={"model": "chat", **body}, timeout=60).status_code for path, body in wide]
+
+    assert statuses() == [400, 400]
+    monkeypatch.setattr(world, "bounds", WIDE)
+    assert statuses() == [200, 200]
+
+
+def test_prompts_beyond_the_context_are_told_so(client):
+    for call, field in ((client.completions.create, "prompt"), (client.chat.completions.create, "messages")):
+        text = "word " * 600
+        with pytest.raises(openai.BadRequestError) as error:
+            call(model="chat", **{field: text if field == "prompt" else [{"role": "user", "content": text}]})
+        assert (error.value.code, error.value.param) == ("context_length_exceeded", field)
 
 
 def test_fields_that_nobody_knows_and_nulls_are_ignored(world, client):

@@ -30,6 +30,7 @@ from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from mint_jax.rollout.stream import Stream
 from mint_jax.service.openai import routes
+from mint_jax.service.openai_types import OPENAI, Bounds
 from mint_jax.service.weights import Weights
 
 CONFIG = AdapterConfig(2, 4.0, ("q", "v"))
@@ -57,6 +58,7 @@ class World:
     digests: dict[str, str]
     rng: np.random.Generator
     url: str = ""
+    bounds: Bounds = OPENAI
 
     def tenant(self, request: HttpRequest) -> str:
         return request.headers.get("x-tenant", "default")

@@ -1,0 +1,199 @@
+"""Calls of tools in an answer, read in the form in which the model's chat template writes them.
+
+    json        <tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>                Hermes, Qwen2.5, Qwen3
+    xml         <tool_call><function=f><parameter=x>1</parameter></function></tool_call>   Qwen3-Coder
+    key_value   <tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value></tool_call>       GLM-4.5 and later
+
+A call ends where its own syntax ends, not at the next ``</tool_call>``, which may be part of an argument.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+MARKER, END = "<tool_call>", "</tool_call>"
+
+Schemas = Mapping[str, dict[str, Any]]  # JSON schemas of the parameters, by the tool's name
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of a tool; ``arguments`` is JSON text."""
+
+    name: str
+    arguments: str
+
+
+class Unreadable(ValueError):
+    """A call begins here, and cannot be read: it was cut off, or the model made a mistake."""
+
+
+# A form reads the call behind a marker. It returns the call and where its syntax ends, or None if the marker is part of a sentence.
+Form = Callable[[str, int, Schemas], "tuple[Call, int] | None"]
+
+
+def form_of(template: str) -> Form | None:
+    """Returns the form of calls that a chat template writes; None if it is none of the three."""
+    if "<function=" in template and "<parameter=" in template:
+        return xml
+    if "<arg_key>" in template:
+        return key_value
+    return json_object if MARKER in template else None
+
+
+def read(answer: str, form: Form, schemas: Schemas) -> tuple[str, list[Call]]:
+    """Returns an answer's content and its calls. All of it is content if one of its calls cannot be read."""
+    calls: list[Call] = []
+    outside, at, end = [""], 0, 0
+    while (begin := answer.find(MARKER, at)) >= 0:
+        at = begin + len(MARKER)
+        try:
+            found = form(answer, at, schemas)
+        except (Unreadable, RecursionError):
+            return answer, []
+        if found is not None:
+            call, after = found
+            calls.append(call)
+            outside.append(answer[end:begin])
+            at = end = _behind_end(answer, after)
+    if not calls:
+        return answer, []
+    outside.append(answer[end:])
+    return outside[1] + "\n".join(filter(None, map(str.strip, outside[2:]))), calls
+
+
+def _behind_end(answer: str, at: int) -> int:
+    """Skips the end tag, or what there is of it at the end of an answer that was cut off."""
+    begin = at + len(answer[at:]) - len(answer[at:].lstrip())
+    if answer.startswith(END, begin):
+        return begin + len(END)
+    return len(answer) if END.startswith(answer[begin:]) else at
+
+
+def value_of(text: str) -> Any:
+    """Returns the object that a JSON text is; None if it is none."""
+    try:
+        value = _DECODER.decode(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def call_of(value: Mapping[str, Any]) -> Call | None:
+    """Returns the call that an object is; arguments that are JSON text are decoded once."""
+    name, arguments = value.get("name"), value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = value_of(arguments)
+    return _call(name, arguments) if isinstance(name, str) and name and isinstance(arguments, dict) else None
+
+
+def _call(name: str, arguments: dict[str, Any]) -> Call:
+    try:
+        return Call(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+    except ValueError:  # a number beyond float64
+        raise Unreadable from None
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(name)
+
+
+_DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse)  # models write line ends as they are
+
+
+def json_object(answer: str, at: int, _: Schemas) -> tuple[Call, int] | None:
+    """One JSON object."""
+    begin = _SPACE.match(answer, at).end()  # type: ignore[union-attr]
+    if not answer.startswith("{", begin):
+        return None
+    try:
+        value, end = _DECODER.raw_decode(answer, begin)
+    except ValueError:
+        raise Unreadable from None
+    rest = answer[end:].lstrip()
+    if (call := call_of(value)) is None or not (rest.startswith((END, MARKER)) or END.startswith(rest)):
+        raise Unreadable
+    return call, end
+
+
+_SPACE = re.compile(r"\s*")
+_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>")
+_PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>(.*?)</parameter>(?=\s*(?:<parameter=[^>\n]+>|</function>))", re.DOTALL)
+_FUNCTION_END = re.compile(r"\s*</function>")
+
+
+def xml(answer: str, at: int, schemas: Schemas) -> tuple[Call, int] | None:
+    """A function with its parameters; a line end on both sides of a value is not part of it."""
+    named = _FUNCTION.match(answer, at)
+    return None if named is None else _pairs(answer, named, _PARAMETER, _FUNCTION_END, schemas, lines=True)
+
+
+_NAME = re.compile(r"\s*([^\s<>{}\[\]\"]+)\s*(?=<arg_key>|</tool_call>)")
+_PAIR = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|</tool_call>))", re.DOTALL)
+_PAIRS_END = re.compile(r"\s*(?=</tool_call>)")
+
+
+def key_value(answer: str, at: int, schemas: Schemas) -> tuple[Call, int] | None:
+    """A name, and pairs of keys and values."""
+    named = _NAME.match(answer, at)
+    return None if named is None else _pairs(answer, named, _PAIR, _PAIRS_END, schemas)
+
+
+def _pairs(
+    answer: str, named: re.Match[str], pair: re.Pattern[str], end: re.Pattern[str], schemas: Schemas, lines: bool = False
+) -> tuple[Call, int]:
+    name, at, arguments = named[1].strip(), named.end(), {}
+    properties = schemas.get(name, {}).get("properties")
+    while (found := pair.match(answer, at)) is not None:
+        key, text = found[1].strip(), found[2]
+        if lines:
+            text = text.removeprefix("\n").removesuffix("\n")
+        arguments[key] = _typed(text, properties.get(key) if isinstance(properties, dict) else None)
+        at = found.end()
+    if (closed := end.match(answer, at)) is None:
+        raise Unreadable
+    return _call(name, arguments), closed.end()
+
+
+_PYTHON = {"True": True, "False": False, "None": None}  # as templates write these values, too
+_TYPES: dict[str, tuple[type, ...]] = {
+    "object": (dict,),
+    "array": (list,),
+    "boolean": (bool,),
+    "integer": (int,),
+    "number": (int, float),
+    "null": (type(None),),
+    "string": (str,),
+}
+
+
+def _typed(text: str, schema: Any) -> Any:
+    """Returns the JSON value that a text is where the schema takes its type and the type is no string; else the text."""
+    taken = _types_of(schema)
+    try:
+        value = _PYTHON[text.strip()] if text.strip() in _PYTHON else _DECODER.decode(text)
+    except (ValueError, RecursionError):
+        return text
+    if isinstance(value, str):  # quoted, as JSON has it, where no plain text is wanted
+        return value if taken and "string" not in taken else text
+    return value if _is_one(value, taken - {"string"}) else text
+
+
+def _is_one(value: Any, names: set[str]) -> bool:
+    return any(isinstance(value, _TYPES[name]) and isinstance(value, bool) == (name == "boolean") for name in names)
+
+
+def _types_of(schema: Any) -> set[str]:
+    """Returns the names of the JSON types that a schema takes; empty if it does not say."""
+    if not isinstance(schema, dict):
+        return set()
+    if (named := schema.get("type")) is not None:
+        return {name for name in (named if isinstance(named, list) else [named]) if isinstance(name, str) and name in _TYPES}
+    values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else []
+    found = {name for value in values for name in _TYPES if _is_one(value, {name})}
+    for key in ("anyOf", "oneOf"):
+        for part in schema[key] if isinstance(schema.get(key), list) else []:
+            found |= _types_of(part)
+    return found
