@@ -14,6 +14,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
 
+from mint_jax.catalog.records.database import DatabaseFailed
+from mint_jax.catalog.storage.interface import StorageFailed
 from mint_jax.errors import UserError
 from mint_jax.residency.loads import QueueFull
 from mint_jax.service import admin, connections, openai, openapi, status
@@ -50,8 +52,11 @@ STATUSES: dict[type[Exception], int] = {  # the first that fits; 429 and 503 are
     OverQuota: 403,
     Unavailable: 503,
     JournalFailed: 503,
+    DatabaseFailed: 503,
+    StorageFailed: 503,
     UserError: 400,
 }
+RETRY_AFTER_S = 5.0  # where nothing says better
 DRAIN_S = 30  # for requests that are being answered when the server is told to stop
 
 
@@ -73,9 +78,10 @@ def status_of(error: Exception) -> int:
 
 async def told(request: Request, error: Exception) -> Response:
     """An error as Tinker's clients read it."""
-    retry = getattr(error, "retry_after_s", None)
+    status = status_of(error)
+    retry = getattr(error, "retry_after_s", RETRY_AFTER_S if status == 503 else None)
     headers = None if retry is None else {"retry-after": str(max(1, round(retry)))}
-    return JSONResponse({"detail": reason_of(error)}, status_of(error), headers)
+    return JSONResponse({"detail": reason_of(error)}, status, headers)
 
 
 async def unrouted(request: Request, error: Exception) -> Response:

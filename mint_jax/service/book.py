@@ -7,17 +7,20 @@ Rows are in the order in which they were made (SQLite's ``rowid``), whatever the
 end what has a time to live; they come from ``steady``, so that a clock which is set while the server runs moves none of them.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import sqlalchemy as sa
+from sqlalchemy import exc
 from sqlalchemy.dialects import sqlite
 
+from mint_jax.catalog.records.database import DatabaseFailed
 from mint_jax.errors import UserError
 
 META = sa.MetaData()
@@ -191,6 +194,20 @@ class Book:
     def close(self) -> None:
         self._engine.dispose()
 
+    @contextlib.contextmanager
+    def _write(self) -> Iterator[sa.Connection]:
+        """A transaction.
+
+        Raises:
+            DatabaseFailed: it cannot be written, say because the disk is full; nothing is changed.
+        """
+        try:
+            with self._engine.begin() as connection:
+                yield connection
+        except exc.OperationalError as error:
+            place = self._engine.url.database
+            raise DatabaseFailed(f"{place} cannot be written ({error.orig}): nothing was changed; free space on its disk") from error
+
     # -- sessions
 
     def open_session(self, tenant: str, told: Mapping[str, Any], id: str | None = None) -> str:
@@ -208,7 +225,7 @@ class Book:
 
     def end_session(self, id: str) -> list[str]:
         """Ends a session, and returns its models that had not ended."""
-        with self._engine.begin() as connection:
+        with self._write() as connection:
             connection.execute(SESSIONS.update().where(SESSIONS.c.id == id, SESSIONS.c.ended.is_(None)).values(ended=self.clock()))
             mine = (MODELS.c.session == id, MODELS.c.ended.is_(None))
             found = list(connection.scalars(sa.select(MODELS.c.id).where(*mine)))
@@ -223,7 +240,7 @@ class Book:
 
     def count_start(self) -> int:
         """Counts a start of the server, and returns its number: 1, 2, …"""
-        with self._engine.begin() as connection:
+        with self._write() as connection:
             return connection.execute(STARTS.insert().values(number=None)).inserted_primary_key[0]  # type: ignore[index]
 
     # -- models
@@ -248,11 +265,11 @@ class Book:
         return tenant
 
     def tell_of_model(self, id: str, told: Mapping[str, Any]) -> None:
-        with self._engine.begin() as connection:
+        with self._write() as connection:
             connection.execute(MODELS.update().where(MODELS.c.id == id).values(told=dict(told)))
 
     def end_model(self, id: str) -> None:
-        with self._engine.begin() as connection:
+        with self._write() as connection:
             connection.execute(MODELS.update().where(MODELS.c.id == id, MODELS.c.ended.is_(None)).values(ended=self.clock()))
 
     def has_ended(self, model: str) -> bool:
@@ -282,7 +299,7 @@ class Book:
     def add_points(self, points: Mapping[str, Sequence[Point]]) -> None:
         """Further updates of models, in order: all of them, or none where this raises."""
         last = sa.select(sa.func.coalesce(sa.func.max(POINTS.c.number), 0))
-        with self._engine.begin() as connection:
+        with self._write() as connection:
             for model, some in points.items():
                 start = connection.execute(last.where(POINTS.c.model == model)).scalar_one() + 1
                 rows = [{"model": model, "number": start + i, **point._asdict()} for i, point in enumerate(some)]
@@ -312,7 +329,7 @@ class Book:
     def join_sampler(self, tenant: str, id: str) -> int:
         """The number of one more client of a sampler."""
         self.sampler(tenant, id)
-        with self._engine.begin() as connection:
+        with self._write() as connection:
             query = SAMPLERS.update().where(SAMPLERS.c.id == id).values(clients=SAMPLERS.c.clients + 1).returning(SAMPLERS.c.clients)
             return connection.execute(query).scalar_one() - 1
 
@@ -323,7 +340,7 @@ class Book:
         """Removes samplers of unnamed weights whose session ended more than ``seconds`` ago, at most ``limit``; returns how many."""
         query = sa.select(SAMPLERS.c.id).join(SESSIONS, SAMPLERS.c.session == SESSIONS.c.id)
         query = query.where(SESSIONS.c.ended < self.clock() - seconds, SAMPLERS.c.path.is_(None), SAMPLERS.c.digest.is_not(None))
-        with self._engine.begin() as connection:
+        with self._write() as connection:
             gone = SAMPLERS.delete().where(SAMPLERS.c.id.in_(query.limit(limit))).returning(SAMPLERS.c.digest)
             digests = list(connection.scalars(gone))
             self._offer(connection, [{"digest": one, "policy": "", "kind": "sampler_weights"} for one in digests])
@@ -347,7 +364,7 @@ class Book:
         The caller checks with ``need_free`` whether it may replace a row, and runs one save of a model after another.
         """
         gone = CHECKPOINTS.delete().where(*_key(checkpoint.model, checkpoint.kind, checkpoint.name)).returning(CHECKPOINTS)
-        with self._engine.begin() as connection:
+        with self._write() as connection:
             replaced = [Checkpoint(**row._mapping) for row in connection.execute(gone).all()]
             connection.execute(CHECKPOINTS.insert().values(**dataclasses.asdict(checkpoint)))
             self._offer(connection, [_reclaim(row) for row in replaced if row.digest != checkpoint.digest])
@@ -393,7 +410,7 @@ class Book:
             NotFound: it was removed, or has expired.
         """
         key = (*_key(checkpoint.model, checkpoint.kind, checkpoint.name), *self._mine(checkpoint.tenant, None))
-        with self._engine.begin() as connection:
+        with self._write() as connection:
             changed = connection.execute(CHECKPOINTS.update().where(*key).values(**values)).rowcount
         if not changed:
             raise NotFound(f"there is no checkpoint {checkpoint.path[:200]}")
@@ -414,7 +431,7 @@ class Book:
 
     def _remove(self, *where: Any) -> int:
         """One transaction: a row that is saved or kept for longer meanwhile is seen as it is then."""
-        with self._engine.begin() as connection:
+        with self._write() as connection:
             found = connection.execute(CHECKPOINTS.delete().where(*where).returning(CHECKPOINTS)).all()
             self._offer(connection, [_reclaim(Checkpoint(**row._mapping)) for row in found])
         return len(found)
@@ -437,7 +454,7 @@ class Book:
 
     def reclaimed(self, digest: str, policy: str) -> None:
         """Notes that bytes are deleted."""
-        with self._engine.begin() as connection:
+        with self._write() as connection:
             connection.execute(RECLAIM.delete().where(RECLAIM.c.digest == digest, RECLAIM.c.policy == policy))
 
     @staticmethod
@@ -452,7 +469,7 @@ class Book:
         rows = [{"tenant": tenant, "policy": policy, **sums} for (tenant, policy), sums in costs.items()]
         query = sqlite.insert(COSTS)
         sums = {name: COSTS.c[name] + query.excluded[name] for name in SUMS}
-        with self._engine.begin() as connection:
+        with self._write() as connection:
             connection.execute(query.on_conflict_do_update(index_elements=["tenant", "policy"], set_=sums), rows)
 
     def costs(self, by: str, tenant: str | None, limit: int | None, offset: int) -> list[tuple[str, dict[str, Any]]]:
@@ -472,7 +489,7 @@ class Book:
 
     def _insert(self, table: sa.Table, **values: Any) -> None:
         """Unless its key is there."""
-        with self._engine.begin() as connection:
+        with self._write() as connection:
             connection.execute(table.insert().prefix_with("OR IGNORE").values(**values))
 
     def _one(self, kind: Any, table: sa.Table, what: str, tenant: str, *where: Any) -> Any:

@@ -7,10 +7,15 @@ A snapshot is one policy's state, pending gradients and all, between two of its 
 which it has everything. After a restart every policy has the state of its snapshot, and what was done behind it is done again in the
 same order: then its state is what it was, but for the order of float32 sums, since the requests of others that it shared a step with
 may be others now. Nothing that was accepted is lost, and nothing runs twice as far as a client can see.
+
+While a disk refuses writes, new requests are refused and accepted ones go on: their results are told once they are written, and snapshots
+are tried again with the next request of their policy. Requests of one policy also save in their order, and a load follows the saves that
+were asked for before it.
 """
 
 import collections
 import dataclasses
+import logging
 import queue
 import threading
 import time
@@ -20,16 +25,20 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mint_jax import files
+from mint_jax.catalog.records.database import DatabaseFailed
+from mint_jax.catalog.storage.interface import StorageFailed
 from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
 from mint_jax.service import calls
 from mint_jax.service.calls import Call, Load, Save
 from mint_jax.service.futures import Futures
+from mint_jax.service.journal import JournalFailed
 from mint_jax.service.table import Category, Done, Failed, Outcome, Request
 from mint_jax.service.training import Training
 from mint_jax.train import held as held_lib
 from mint_jax.train.held import Held
 
+log = logging.getLogger("mint_jax.service")
 LOOK_S = 0.5  # how long the executor's thread sleeps where nothing wakes it: it looks whether it is to end
 
 
@@ -84,7 +93,7 @@ class _Policy:
 
     Attributes:
         running: what was handed to training and has not been finished, in order, with its outcome once there is one.
-        held_back: what waits for a snapshot to be taken.
+        held_back: what waits for a snapshot to be taken, or for a save to be written that it may load.
         since, at: updates since the last snapshot, and when that was.
     """
 
@@ -136,6 +145,7 @@ class Durable:
         self.training, self.every, self.every_s, self._clock = training, every, every_s, clock
         self.store, self.tenant_of, self._heard, self._ended = store, tenant_of, heard, ended
         self._saving = ThreadPoolExecutor(2, "saving")
+        self._last_saves: dict[str, Future[Any]] = {}  # of each policy, under the lock
         self.states = folder / "states"
         found = [Snapshot.read(path) for path in sorted(self.states.glob("*.safetensors"))]
         self.futures = Futures(folder / "journal", {s.model: s.place for s in found}, **futures)
@@ -189,11 +199,11 @@ class Durable:
 
     def forget(self, model: str) -> None:
         """Ends a policy: its state, its snapshot, its requests and their results are gone."""
-        self.futures.forget(model)
+        self.futures.forget(model, lambda: path_of(self.states, model).unlink(missing_ok=True))
         self._ended(model, None)
         with self._lock:
             self._policies.pop(model, None)
-        path_of(self.states, model).unlink(missing_ok=True)
+            self._last_saves.pop(model, None)
 
         def leave(live: Any) -> None:
             if model in live:
@@ -218,12 +228,17 @@ class Durable:
                 if (request := self.futures.take(LOOK_S)) is not None:
                     with self._lock:
                         policy = self._policies[request.model]
-                        if policy.wanted:
-                            policy.held_back.append(request)
-                        else:
-                            self._start(policy, request)
+                        policy.held_back.append(request)
+                        self._start_ready(policy)
         except BaseException as failure:
             self._fail(failure)
+
+    def _start_ready(self, policy: _Policy) -> None:
+        """Hands training what may be started now: nothing while a snapshot is wanted, and no load before the saves that it follows."""
+        while policy.held_back and not policy.wanted:
+            if policy.held_back[0].call == "load" and any(request.call == "save" for request, _ in policy.running):
+                break
+            self._start(policy, policy.held_back.popleft())
 
     def _start(self, policy: _Policy, request: Request) -> None:
         """Hands a request to training; the finisher hears of its end."""
@@ -266,7 +281,10 @@ class Durable:
         return training.do(model, begin, tenant)
 
     def _saved(self, request: Request, call: Save, tenant: str) -> "Future[Any]":
-        """Reads the policy in its turn, and writes the checkpoint beside the loop. Once is enough: ``again`` it is there already."""
+        """Reads the policy in its turn, and writes the checkpoint beside the loop, after the policy's saves before it.
+
+        Once is enough: ``again`` it is there already.
+        """
         saved: Future[Any] = Future()
         if request.again:
             saved.set_result({})
@@ -285,7 +303,17 @@ class Durable:
             return live.held(request.model).without_gradients() if call.kind == "weights" else live.adapter(request.model)
 
         asked = self.training.do(request.model, read, tenant)
-        asked.add_done_callback(lambda asked: None if self._closing else self._saving.submit(write, asked))
+        before = self._last_saves.get(request.model)
+        self._last_saves[request.model] = saved
+
+        def ready(asked: "Future[Held]") -> None:
+            if not self._closing:
+                self._saving.submit(write, asked)
+
+        if before is None:
+            asked.add_done_callback(ready)
+        else:
+            before.add_done_callback(lambda _: asked.add_done_callback(ready))
         return saved
 
     # -- the finisher's thread: results and snapshots to the disk
@@ -319,22 +347,34 @@ class Durable:
         with self._lock:
             due = policy.since >= self.every or (policy.since and self._clock() - policy.at >= self.every_s)
             policy.wanted = policy.wanted or bool(due)
-            if not policy.wanted or policy.running:
-                return
-            self._take_snapshot(model, policy)
-            policy.wanted, policy.since, policy.at = False, 0, self._clock()
-            while policy.held_back:
-                self._start(policy, policy.held_back.popleft())
+            if policy.wanted and not policy.running:
+                try:
+                    self._take_snapshot(model, policy)
+                    policy.since = 0
+                except JournalFailed as reason:  # then the next request's end tries again
+                    log.warning("no snapshot of %s is taken now: %s", model, reason)
+                policy.wanted, policy.at = False, self._clock()
+            self._start_ready(policy)
 
     def _keep(self, policy: _Policy, snapshot: Snapshot) -> None:
-        """Writes a snapshot, unless its policy was forgotten meanwhile: what stood there again would come back with a restart."""
-        snapshot.write(self.states)
-        with self._lock:
-            if self._policies.get(snapshot.model) is not policy:
+        """Writes a snapshot, unless its policy was forgotten meanwhile: what stood there again would come back with a restart.
+
+        Where the disk refuses, the snapshot before stays, and the end of the policy's next request tries again.
+        """
+        try:
+            snapshot.write(self.states)
+            with self._lock:
+                forgotten = self._policies.get(snapshot.model) is not policy
+            if forgotten:
+                self.futures.place(snapshot.model)  # a restart knows that it was forgotten, and needs no snapshot
                 path_of(self.states, snapshot.model).unlink(missing_ok=True)
                 return
-        self.futures.snapshot(snapshot.model, snapshot.place)
-        self.futures.expire()
+            self.futures.snapshot(snapshot.model, snapshot.place)
+            self.futures.expire()
+        except (OSError, JournalFailed) as reason:
+            log.warning("the snapshot of %s is not written yet: %s", snapshot.model, reason)
+            with self._lock:
+                policy.since = max(policy.since, self.every)
 
     def _take_snapshot(self, model: str, policy: _Policy) -> None:
         """Asks for the state between what has ended and what is to be started: nothing of the policy is under way."""
@@ -363,6 +403,8 @@ def _of_store(call: Callable[[], Any]) -> Any:
     """What a store gives. A failure of it, a database that is busy say, is that of one request: no state has changed."""
     try:
         return call()
+    except (DatabaseFailed, StorageFailed) as reason:  # no mistake of who asked
+        raise OSError(str(reason)) from reason
     except (UserError, OSError):
         raise
     except Exception as reason:

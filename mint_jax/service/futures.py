@@ -112,7 +112,7 @@ class Futures:
             Conflict: another request had this number.
             Gone: this one ran long ago.
             Overloaded: the queue is full.
-            JournalFailed: it was not accepted; open the journal again.
+            JournalFailed: the disk refuses it: it was not accepted, and may be sent again.
         """
         give_up = None if wait_s is None else time.monotonic() + wait_s
         while True:
@@ -151,12 +151,12 @@ class Futures:
     def finish(self, id: str, outcome: Outcome) -> None:
         """Says how a request ended that was taken, in the order of its model's; others see it when it is in the journal.
 
-        Waits while the journal's queue is full. Of a request that is run ``again`` nothing is kept, and of a model that was
-        forgotten meanwhile neither.
+        Waits while the journal's queue is full. While the disk refuses records the outcome is kept, and seen once it is written. Of a
+        request that is run ``again`` nothing is kept, and of a model that was forgotten meanwhile neither.
 
         Raises:
             ValueError: it was not taken, or one before it has not finished.
-            JournalFailed: the outcome is lost; the request runs once more when the journal is open again.
+            JournalFailed: the journal is closed; the request runs once more when it is open again.
         """
         with self._lock:
             entry = self._ids.get(id)
@@ -176,10 +176,10 @@ class Futures:
             record = Record(Kind.DONE, id, body=outcome.result)
         else:
             record = Record(Kind.FAILED, id, call=outcome.category, body=outcome.error.encode())
-        ticket = self._journal.append(encode(record), wait_s=None)
+        ticket = self._journal.append(encode(record), wait_s=None, keep=True)
         with self._lock:
             running.popleft()
-        ticket.add_done_callback(functools.partial(self._ended, entry, outcome, ticket.start))
+        ticket.add_done_callback(functools.partial(self._ended, entry, outcome))
 
     def wait(self, id: str, timeout_s: float = 0.0) -> Outcome | None:
         """A request's outcome; None when it has not ended in time.
@@ -226,7 +226,7 @@ class Futures:
             entry.delivered_at = self._clock()
             self._delivered[id] = entry
             self._delivered.move_to_end(id)
-            self._journal.append(encode(Record(Kind.DELIVERED, id)), bounded=False, lazy=True)
+            self._journal.append(encode(Record(Kind.DELIVERED, id)), bounded=False, lazy=True, keep=True)
 
     def acknowledge(self, ids: Iterable[str]) -> None:
         """Says that the client has these outcomes and will not ask again. Unknown ids are fine: they were acknowledged before.
@@ -239,7 +239,7 @@ class Futures:
             for entry in entries:
                 self._must_have_ended(entry)
             for entry in entries:
-                self._journal.append(encode(Record(Kind.ACKNOWLEDGED, entry.id)), bounded=False, lazy=True)
+                self._journal.append(encode(Record(Kind.ACKNOWLEDGED, entry.id)), bounded=False, lazy=True, keep=True)
                 self._release(entry)
 
     def expire(self) -> int:
@@ -272,18 +272,28 @@ class Futures:
             for entry in list(mine.entries.values()):
                 self._settle(entry)
 
-    def forget(self, model: str) -> None:
-        """Ends a model: its requests that wait are not run, its outcomes are gone, its name is as if never used."""
+    def forget(self, model: str, then: Callable[[], None] = lambda: None) -> None:
+        """Ends a model: its requests that wait are not run, its outcomes are gone, its name is as if never used.
+
+        Args:
+            then: called when a restart knows of it too, in any thread. Until then the model's snapshot is needed to open the journal.
+        """
         with self._lock:
             if model not in self._models:
+                then()
                 return
-            self._journal.append(encode(Record(Kind.FORGOTTEN, model=model)), bounded=False)
+            ticket = self._journal.append(encode(Record(Kind.FORGOTTEN, model=model)), bounded=False, keep=True)
             gone = self._drop(model)
             self._ready = collections.deque(entry for entry in self._ready if entry.model != model)
         self._waker.wake(gone)
+        ticket.add_done_callback(lambda ticket: ticket.exception() or then())
 
     def trim(self) -> int:
-        """Deletes the segments whose requests are all settled; returns how many. Waits for the disk where there is one."""
+        """Deletes the segments whose requests are all settled; returns how many. Waits for the disk where there is one.
+
+        Raises:
+            JournalFailed: the disk refuses.
+        """
         with self._lock:
             needed = next(iter(self._unsettled), self._journal.end)
             if not self._journal.releases(needed):
@@ -293,6 +303,11 @@ class Futures:
             ticket = self._journal.append(encode(record), bounded=False)
         ticket.result()
         return self._journal.release(min(needed, ticket.start))
+
+    @property
+    def trouble(self) -> str:
+        """Why the disk refuses further requests now; empty while it takes them."""
+        return self._journal.trouble
 
     def end_waits(self) -> None:
         """Ends all waits, as if their time were over."""
@@ -335,8 +350,9 @@ class Futures:
         return entry
 
     def _accepted(self, entry: Entry, ticket: Future[int]) -> None:
-        """A request is in the journal: it and those that waited for it become ready."""
+        """A request is in the journal: it and those that waited for it become ready. One that the disk refused leaves no trace."""
         if ticket.exception() is not None:
+            self._withdraw(entry)
             return
         with self._lock:
             mine = self._models.get(entry.model)
@@ -345,14 +361,27 @@ class Futures:
                 self._ready.extend(ready)
                 self._some_ready.notify_all()
 
-    def _ended(self, entry: Entry, outcome: Outcome, start: int, ticket: Future[int]) -> None:
+    def _withdraw(self, entry: Entry) -> None:
+        """Takes a request out of all tables. Its place may be another's by now: the journal goes on behind what it acknowledged."""
+        with self._lock:
+            self._untrack(entry)
+            mine = self._models.get(entry.model)
+            if mine is not None and mine.entries.get(entry.seq_id) is entry:
+                del mine.entries[entry.seq_id]
+
+    def _untrack(self, entry: Entry) -> None:
+        self._ids.pop(entry.id, None)
+        if self._unsettled.get(entry.start) is entry:
+            del self._unsettled[entry.start]
+
+    def _ended(self, entry: Entry, outcome: Outcome, ticket: Any) -> None:
         """An outcome is in the journal."""
         if ticket.exception() is not None:
             return
         with self._lock:
             if entry.id not in self._ids:
                 return  # its model was forgotten
-            entry.end(outcome, start, ticket.result())
+            entry.end(outcome, ticket.start, ticket.end)
             entry.body = None
         self._waker.wake((entry.id,))
 
@@ -397,7 +426,7 @@ class Futures:
 
     def _expire(self, entry: Entry) -> None:
         """Releases an outcome whose time is over; the record keeps a restart from beginning that time anew."""
-        self._journal.append(encode(Record(Kind.ACKNOWLEDGED, entry.id)), bounded=False, lazy=True)
+        self._journal.append(encode(Record(Kind.ACKNOWLEDGED, entry.id)), bounded=False, lazy=True, keep=True)
         self._release(entry)
 
     def _expired(self, entry: Entry) -> bool:
@@ -407,14 +436,15 @@ class Futures:
         """Forgets a request of which nothing but its number is needed."""
         mine = self._models[entry.model]
         if entry.released and not entry.again and (entry.failed or entry.ended <= mine.place):
-            del mine.entries[entry.seq_id], self._ids[entry.id], self._unsettled[entry.start]
+            del mine.entries[entry.seq_id]
+            self._untrack(entry)
             mine.settle((entry.seq_id,))
 
     def _drop(self, model: str) -> list[str]:
         """Takes a model out of all tables, where it is; returns the ids of its requests."""
         entries = self._models.pop(model, Model()).entries.values()
         for entry in entries:
-            del self._ids[entry.id], self._unsettled[entry.start]
+            self._untrack(entry)
             self._delivered.pop(entry.id, None)
         return [entry.id for entry in entries]
 
@@ -451,7 +481,7 @@ class Futures:
             mine = self._model(name)
             gone = [seq_id for seq_id in mine.entries if seq_id < floor or seq_id in settled]
             for entry in map(mine.entries.pop, gone):
-                del self._ids[entry.id], self._unsettled[entry.start]
+                self._untrack(entry)
             mine.floor = floor
             mine.settle(settled)
         ready: list[tuple[int, int, Entry]] = []

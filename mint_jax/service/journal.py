@@ -15,16 +15,19 @@ what is not whole *behind* it was never acknowledged, a crash has left it, and i
 not whole *before* it was acknowledged, and is told as ``JournalDamaged`` with file and offset. The note itself reaches the disk
 with the next sync, so after a loss of power it may be one sync old, never ahead.
 
-A write or sync that fails ends the journal's work: nothing that was queued is acknowledged, and every further call raises
-``JournalFailed`` until the journal is opened anew. A sync is not tried again, for the kernel may have dropped what it could not
-write and report success the second time (Rebello et al. 2020, "Can Applications Recover from fsync Failures?"). For the same
-reason, opening writes anew whatever it keeps behind the note.
+A write or sync that fails, on a full disk say, refuses the records that are on their way: they are not acknowledged, and nothing of them
+stays. Further ones are refused too until the disk takes writes again, which the journal's thread tries every ``RETRY_S`` seconds: it cuts
+the newest segment back to what was acknowledged, as opening does, and writes and syncs a probe. A failed sync is never repeated over the
+same bytes, for the kernel may have dropped what it could not write and report success the second time (Rebello et al. 2020, "Can
+Applications Recover from fsync Failures?"); for the same reason opening writes anew whatever it keeps behind the note. Records that note
+what has happened already cannot be refused: with ``keep`` they wait, in their order, until the disk takes them.
 """
 
 import bisect
 import collections
 import contextlib
 import fcntl
+import mmap
 import os
 import re
 import struct
@@ -43,6 +46,8 @@ MAGIC = b"mint-journal/2\n\0"
 HEADER = struct.Struct("<16sQQI")
 FRAME = struct.Struct("<III")
 LONGEST = 1 << 30  # bytes of a payload: no accepted length makes a reader take more memory than this
+RETRY_S = 1.0  # between two tries whether a disk that refused takes writes again
+PROBE = 64 << 10  # bytes that it has to take
 GROUP = 8 << 20  # bytes of one write and sync, so that a large group does not keep the first waiting
 _PLACED = struct.Struct("<QII")
 _SYNCED_AT = 24  # offset of the note in the header
@@ -51,7 +56,7 @@ _STAGED = re.compile(r"\.[0-9a-f]{16}\.journal-[0-9a-f]{32}")  # what a crash ma
 
 
 class JournalFailed(UserError):
-    """The disk refused a write or a sync, or the journal is closed: what was not acknowledged may be lost."""
+    """The disk refused a write or a sync, or the journal is closed: the record is not in the journal."""
 
 
 class JournalDamaged(UserError):
@@ -86,13 +91,29 @@ class Ticket(Future[int]):
     """A record on its way to the disk; its result is ``end``, once it is there.
 
     Attributes:
-        start, end: its place.
+        start, end: its place; final once it is on the disk.
     """
 
-    def __init__(self, start: int, end: int):
+    def __init__(self, payload: bytes, checksum: int, keep: bool):
         super().__init__()
-        self.start, self.end = start, end
+        self.start = self.end = 0
+        self.payload, self.checksum, self.keep = payload, checksum, keep
         self.set_running_or_notify_cancel()  # who stops waiting cancels no write
+
+    @property
+    def size(self) -> int:
+        """Bytes of the record on the disk."""
+        return FRAME.size + len(self.payload)
+
+    def place_at(self, start: int) -> int:
+        """Gives it a place; returns the one behind it."""
+        self.start, self.end = start, start + self.size
+        return self.end
+
+    def frame(self) -> bytes:
+        """What stands before the payload."""
+        placed = zlib.crc32(_PLACED.pack(self.start, len(self.payload), self.checksum))
+        return FRAME.pack(len(self.payload), self.checksum, placed)
 
 
 class Journal:
@@ -105,6 +126,7 @@ class Journal:
 
     Attributes:
         end: the place behind the last record.
+        trouble: why the disk refuses records now; empty while it takes them.
         cut: bytes that opening cut off: the end of a write that a crash interrupted.
 
     Raises:
@@ -115,30 +137,30 @@ class Journal:
 
     def __init__(self, folder: Path, *, segment_bytes: int = 64 << 20, queue_bytes: int = 64 << 20):
         self.folder, self.segment_bytes, self.queue_bytes = folder, segment_bytes, queue_bytes
-        self.cut = 0
+        self.cut, self.trouble = 0, ""
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)  # something is queued, or the journal is closed
-        self._room = threading.Condition(self._lock)  # something was written, or the journal has failed
+        self._room = threading.Condition(self._lock)  # something was written, or the disk refuses, or takes records again
         self._releasing = threading.Lock()
-        self._queue: collections.deque[tuple[Ticket, bytes, bytes]] = collections.deque()
+        self._queue: collections.deque[Ticket] = collections.deque()
         self._queued = 0  # bytes, those that are being written among them
         self._hasty = False  # somebody waits for what is queued
-        self._last: Ticket | None = None
         self._failed: JournalFailed | None = None
+        self._refusals = 0
         self._group_s = 0.01
-        with self._told("open"):
+        with self._explained("open"):
             folder.mkdir(parents=True, exist_ok=True)
             sync_folder(folder.parent)
             self._guard = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             self._take_lock()
-            with self._told("open"):
+            with self._explained("open"):
                 self._firsts = self._list()
                 self._handle = self._open_newest()
         except BaseException:
             os.close(self._guard)
             raise
-        self._written = self.end
+        self._written = self._told = self.end  # on the disk; and behind the last whose ticket is resolved
         self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
         self._thread.start()
 
@@ -149,7 +171,14 @@ class Journal:
         self.close()
 
     def append(
-        self, payload: bytes, *, checksum: int | None = None, wait_s: float | None = 0.0, bounded: bool = True, lazy: bool = False
+        self,
+        payload: bytes,
+        *,
+        checksum: int | None = None,
+        wait_s: float | None = 0.0,
+        bounded: bool = True,
+        lazy: bool = False,
+        keep: bool = False,
     ) -> Ticket:
         """Queues a record and returns at once where there is room; its ticket is resolved when it is on the disk.
 
@@ -160,48 +189,50 @@ class Journal:
             wait_s: seconds to wait for room; 0 refuses at once, None waits however long it takes.
             bounded: whether a full queue counts; for small notes of work that was accepted long ago it need not.
             lazy: the record is worth no sync of its own: it goes with the next one, or with ``flush`` or ``close``.
+            keep: a disk that refuses delays the record, whose ticket is resolved later; without this it is refused.
 
         Raises:
             Overloaded: there was no room.
-            JournalFailed: the journal has failed, or is closed.
+            JournalFailed: the disk refuses, or the journal is closed.
         """
         if len(payload) > LONGEST:
             raise UserError(f"a record of {len(payload)} bytes is too long: at most {LONGEST} are kept; split the request")
-        checksum = zlib.crc32(payload) if checksum is None else checksum
-        size = FRAME.size + len(payload)
+        ticket = Ticket(payload, zlib.crc32(payload) if checksum is None else checksum, keep)
         with self._lock:
-            self._check()
-            if bounded and not self._fits(size):
+            self._check(keep)
+            if bounded and not self._fits(ticket.size):
                 if wait_s != 0:
-                    self._room.wait_for(lambda: self._failed is not None or self._fits(size), wait_s)
-                    self._check()
-                if not self._fits(size):
+                    self._room.wait_for(lambda: self._failed is not None or self.trouble or self._fits(ticket.size), wait_s)
+                    self._check(keep)
+                if not self._fits(ticket.size) and not self.trouble:  # else it is kept, and would wait for the disk here
                     raise Overloaded(f"{self._queued} bytes wait for the disk, of at most {self.queue_bytes}: ask again", self._group_s)
-            ticket = Ticket(self.end, self.end + size)
-            placed = zlib.crc32(_PLACED.pack(ticket.start, len(payload), checksum))
-            self._queue.append((ticket, FRAME.pack(len(payload), checksum, placed), payload))
-            self.end, self._last = ticket.end, ticket
-            self._queued += size
+            self.end = ticket.place_at(self.end)
+            self._queue.append(ticket)
+            self._queued += ticket.size
             if not lazy or self._queued > GROUP:
                 self._hurry()
         return ticket
 
     def wait_for_room(self, nbytes: int, wait_s: float | None) -> None:
-        """Returns when a payload of so many bytes would go into the queue, or when the time is over; None is for ever."""
+        """Returns when a payload of so many bytes would go into the queue or be refused, or when the time is over; None is for ever."""
         with self._lock:
-            self._room.wait_for(lambda: self._failed is not None or self._fits(FRAME.size + nbytes), wait_s)
+            self._room.wait_for(lambda: self._failed is not None or self.trouble or self._fits(FRAME.size + nbytes), wait_s)
 
     def flush(self) -> int:
         """Waits until everything that was appended is on the disk; returns the place behind it.
 
         Raises:
-            JournalFailed: it cannot be.
+            JournalFailed: the disk refuses.
         """
         with self._lock:
-            last, end = self._last, self.end
+            end, refusals = self.end, self._refusals
             if self._queue:
                 self._hurry()
-        return end if last is None else last.result()
+            self._room.wait_for(lambda: self._failed is not None or self._refusals > refusals or self.trouble or self._told >= end)
+            if self._told < end:
+                self._check(keep=False)
+                raise JournalFailed(f"the disk refused what was appended to the journal {self.folder} last")
+        return end
 
     def records(self) -> Iterator[Found]:
         """All records that were there when the journal was opened, in order; to be read before anything is appended.
@@ -211,7 +242,7 @@ class Journal:
         """
         for first, following in zip(self._firsts, [*self._firsts[1:], self.end], strict=True):
             path = self._path(first)
-            with self._told("read"):
+            with self._explained("read"):
                 data = path.read_bytes()
             _check_header(path, data, first)
             place = first
@@ -230,7 +261,7 @@ class Journal:
         with self._lock:
             first = self._firsts[bisect.bisect_right(self._firsts, start) - 1]
         path = self._path(first)
-        with self._told("read"), open(path, "rb") as file:
+        with self._explained("read"), open(path, "rb") as file:
             file.seek(HEADER.size + start - first)
             frame = file.read(FRAME.size)
             length = FRAME.unpack(frame)[0] if len(frame) == FRAME.size else 0
@@ -249,7 +280,7 @@ class Journal:
         deleted = 0
         with self._releasing:
             while self.releases(place):
-                with self._told("delete"):
+                with self._explained("delete"):
                     self._path(self._firsts[0]).unlink()
                     sync_folder(self.folder)  # so that after a loss of power no gap lies between those that are left
                 with self._lock:
@@ -275,11 +306,13 @@ class Journal:
             os.close(self._handle)
         os.close(guard)
 
-    def _check(self) -> None:
+    def _check(self, keep: bool) -> None:
         if self._failed is not None:
             raise JournalFailed(str(self._failed))
         if self._guard < 0:
             raise JournalFailed(f"journal {self.folder} is closed: open it again")
+        if self.trouble and not keep:
+            raise JournalFailed(self.trouble)
 
     def _hurry(self) -> None:
         self._hasty = True
@@ -292,7 +325,7 @@ class Journal:
         return self.folder / f"{first:016x}{_SUFFIX}"
 
     @contextlib.contextmanager
-    def _told(self, doing: str) -> Iterator[None]:
+    def _explained(self, doing: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -357,28 +390,36 @@ class Journal:
         _write(handle, _header(first, synced)[_SYNCED_AT:], _SYNCED_AT)
 
     def _run(self) -> None:
-        while group := self._next():
-            began = time.monotonic()
-            try:
-                self._commit(group)
-            except BaseException as error:  # a disk's error or ours: in either case nothing may be acknowledged
-                self._fail(error, group)
-                return
-            with self._lock:
-                self._queued -= group[-1][0].end - group[0][0].start
-                self._group_s = time.monotonic() - began
-                self._room.notify_all()
-            for ticket, _, _ in group:
-                ticket.set_result(ticket.end)
+        group: list[Ticket] = []
+        try:
+            while not self.trouble or self._recovered():
+                if not (group := self._next()):
+                    return
+                began = time.monotonic()
+                try:
+                    self._commit(group)
+                except OSError as error:
+                    self._refuse(error, group)
+                    continue
+                for ticket in group:
+                    ticket.set_result(ticket.end)
+                with self._lock:
+                    self._queued -= group[-1].end - group[0].start
+                    self._group_s = time.monotonic() - began
+                    self._told = self._written
+                    self._room.notify_all()
+            self._fail(JournalFailed(self.trouble), [])
+        except BaseException as error:  # a defect of ours, or damage: nothing more may be acknowledged
+            self._fail(JournalFailed(f"the journal {self.folder} has failed ({error!r}): open it again"), group)
 
-    def _next(self) -> list[tuple[Ticket, bytes, bytes]]:
+    def _next(self) -> list[Ticket]:
         """What one write takes: all that is queued and goes into a segment; nothing once the journal is closed."""
         with self._lock:
             self._work.wait_for(lambda: (self._queue and self._hasty) or self._guard < 0)
-            group: list[tuple[Ticket, bytes, bytes]] = []
+            group: list[Ticket] = []
             while self._queue:
-                end = self._queue[0][0].end
-                if group and (end - group[0][0].start > GROUP or end - self._segment_for(group[0][0]) > self.segment_bytes):
+                end = self._queue[0].end
+                if group and (end - group[0].start > GROUP or end - self._segment_for(group[0]) > self.segment_bytes):
                     break
                 group.append(self._queue.popleft())
             self._hasty = bool(self._queue)
@@ -389,30 +430,79 @@ class Journal:
         first = self._firsts[-1]
         return ticket.start if ticket.start > first and ticket.end - first > self.segment_bytes else first
 
-    def _commit(self, group: list[tuple[Ticket, bytes, bytes]]) -> None:
-        first = self._segment_for(group[0][0])
+    def _commit(self, group: list[Ticket]) -> None:
+        first = self._segment_for(group[0])
         if first != self._firsts[-1]:
             handle = self._create(first)
             os.close(self._handle)
             self._handle = handle
             with self._lock:
                 self._firsts.append(first)
-        _write(
-            self._handle, b"".join(part for _, frame, payload in group for part in (frame, payload)), HEADER.size + self._written - first
-        )
+        data = b"".join(part for ticket in group for part in (ticket.frame(), ticket.payload))
+        _write(self._handle, data, HEADER.size + self._written - first)
         os.fsync(self._handle)
-        self._written = group[-1][0].end
-        self._note(self._handle, first, self._written)
+        self._note(self._handle, first, group[-1].end)
+        self._written = group[-1].end
 
-    def _fail(self, error: BaseException, group: list[tuple[Ticket, bytes, bytes]]) -> None:
-        why = error.strerror or str(error) if isinstance(error, OSError) else repr(error)
-        failed = JournalFailed(f"cannot write the journal {self.folder} ({why}): mend the disk, then open the journal again")
+    def _refuse(self, error: OSError, group: list[Ticket]) -> None:
+        """After a write that failed: what may be refused is, and the rest has the places from what was acknowledged on."""
+        with self._lock:
+            queued = [*group, *self._queue]
+            self.trouble, self.end = self._why(error), self._written
+            self._refusals += 1
+            self._queue = collections.deque(ticket for ticket in queued if ticket.keep)
+            for ticket in self._queue:
+                self.end = ticket.place_at(self.end)
+            self._queued, self._hasty = self.end - self._written, bool(self._queue)
+            self._room.notify_all()
+        for ticket in queued:
+            if not ticket.keep:
+                ticket.set_exception(JournalFailed(self.trouble))
+
+    def _why(self, error: OSError) -> str:
+        why = f"cannot write the journal {self.folder} ({error.strerror or error}): free space on its disk, or mend it"
+        return f"{why}; it goes on by itself then"
+
+    def _recovered(self) -> bool:
+        """Waits until the disk takes writes again; False once the journal is closed and it still does not."""
+        while True:
+            with self._lock:
+                closing = self._work.wait_for(lambda: self._guard < 0, RETRY_S)
+            try:
+                self._cut()
+            except OSError as error:
+                if closing:
+                    return False
+                with self._lock:
+                    self.trouble = self._why(error)
+                continue
+            with self._lock:
+                self.trouble = ""
+                self._room.notify_all()
+            return True
+
+    def _cut(self) -> None:
+        """Leaves of the newest segment what was acknowledged, and looks whether there is room behind it."""
+        first = self._firsts[-1]
+        end = HEADER.size + self._written - first
+        for begun in self._list():
+            if begun > first:
+                self._path(begun).unlink()
+        os.ftruncate(self._handle, end)
+        start = max(HEADER.size, end - mmap.PAGESIZE)
+        _write(self._handle, os.pread(self._handle, end - start, start) + bytes(PROBE), start)  # the last page may have been dropped
+        os.fsync(self._handle)
+        os.ftruncate(self._handle, end)
+        self._note(self._handle, first, self._written)
+        os.fsync(self._handle)
+
+    def _fail(self, failed: JournalFailed, group: list[Ticket]) -> None:
         with self._lock:
             self._failed = failed
-            lost = [*group, *self._queue]
+            lost = [ticket for ticket in (*group, *self._queue) if not ticket.done()]
             self._queue.clear()
             self._room.notify_all()
-        for ticket, _, _ in lost:
+        for ticket in lost:
             ticket.set_exception(failed)
 
 

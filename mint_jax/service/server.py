@@ -231,25 +231,26 @@ class Server:
                     self._ending.set()
                     keeper.join()
                     durable.close()  # before the loop: what it leaves undone did not fail, and runs again
-                    self.curves.flush()
-            self.costs.flush()
+                    _attempt(self.curves.flush)
+            _attempt(self.costs.flush)
         finally:
             self._opened.close()
 
     def _maintain(self) -> None:
         while not self._ending.wait(MAINTENANCE_S):
-            try:
-                self.maintain()
-            except Exception:  # a database that is busy, a disk that is full: it is tried again, and what is served goes on
-                log.exception("maintenance failed")
+            self.maintain()
 
     def maintain(self) -> None:
-        """Lets go of what has outlived its time; called again and again."""
-        self.durable.futures.expire()
-        self.answers.expire()
-        self.curves.flush()
-        self.checkpoints.expire()
-        self.costs.flush()
+        """Lets go of what has outlived its time, and writes down what is new; called again and again.
+
+        A step that fails, because of a full disk say, is logged and tried again with the next call; the others go on, for some of them
+        free space.
+        """
+        steps = (self.durable.futures.expire, self.answers.expire, self.checkpoints.expire, self._end_silent)
+        for step in (*steps, self.curves.flush, self.costs.flush):
+            _attempt(step)
+
+    def _end_silent(self) -> None:
         for session in self._silent():
             self.end_session(session)
 
@@ -263,13 +264,15 @@ class Server:
             last = [(id, self._contacts.setdefault(id, (tenant, now))[1]) for id, tenant in tenants.items()]
         return [id for id, at in last if now - at >= self.sizes.session_s]
 
-    def trouble(self) -> str:
-        """Why requests would not be served now; empty if they would."""
+    def trouble(self, sampling: bool = False) -> str:
+        """Why requests would not be served now; empty if they would. ``sampling``: of samples alone, which need no disk."""
         if not self.ready:
             return "it is starting or being stopped"
         if self.durable.failed is not None:
             return f"training has failed: {self.durable.failed!r}"
-        return "" if self.engine.serves else "sampling has failed"
+        if not self.engine.serves:
+            return "sampling has failed"
+        return "" if sampling else self.durable.futures.trouble
 
     def end_waits(self) -> None:
         """Ends all long polls, as if their time were over: the server is about to stop."""
@@ -431,6 +434,13 @@ class Server:
     def request(self, request: Request, digest: str | None, tenant: str) -> Request:
         """A request for the bare base, of the weights that a digest names."""
         return dataclasses.replace(request, revision=digest, tenant=tenant)
+
+
+def _attempt(step: Callable[[], Any]) -> None:
+    try:
+        step()
+    except Exception:  # a database that is busy, a disk that is full
+        log.exception("maintenance failed: %s", getattr(step, "__qualname__", step))
 
 
 def families(specs: Any) -> dict[str, tuple[str, ...]]:

@@ -74,7 +74,7 @@ class Sampling:
 
     async def asample(self, request: Asked) -> Response:
         body, tenant, server = await request.body(), tenant_of(request), self.server
-        if trouble := server.trouble():
+        if trouble := server.trouble(sampling=True):
             raise Unavailable(trouble)
         message = await beside(len(body), lambda: wire_samples.read(body))
         if message.sampling_session_id is not None:

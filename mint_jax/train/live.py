@@ -13,6 +13,7 @@ Axes: S slots, P blocks, B rows, T tokens, K targets of a position.
 import collections
 import dataclasses
 import functools
+import logging
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -40,6 +41,8 @@ from mint_jax.train.losses import LossCoefs
 from mint_jax.train.state import Hyper, State
 from mint_jax.train.step_times import StepTimes
 
+log = logging.getLogger("mint_jax.train")
+SPILL_RETRY_S = 5.0  # after the disk refused a state
 COUNTS = ("steps", "tokens", "padded_tokens", "slots_written", "slots_read", "spills_written", "spills_read")  # shown from the start, as 0
 NO_LOSS = LossCoefs(KINDS.index("cross_entropy"), 0.0, np.inf, 0, 0.0, 0.0, np.inf, 0.0)  # type: ignore[arg-type]
 
@@ -109,6 +112,7 @@ class Live:
         self.host_bytes, self.folder = host_bytes, folder
         self.counts: collections.Counter[str] = collections.Counter(dict.fromkeys(COUNTS, 0))
         self.times = StepTimes()
+        self._spills_from = 0.0  # when the disk is tried again after it refused, monotonic seconds
         self._policies: dict[str, _Policy] = {}
         self._free = {bucket: list(range(n))[::-1] for bucket, n in self.slots.items()}
         self._clock = 0
@@ -377,8 +381,8 @@ class Live:
         return self._taken(policy, ("factors",)) if policy.slot is not None else self.held(name).fresh()
 
     def _spill(self) -> None:
-        """Writes states to files until those in memory are within their bytes."""
-        if self.folder is None:
+        """Writes states to files until those in memory are within their bytes. While the disk refuses them they stay in memory."""
+        if self.folder is None or time.monotonic() < self._spills_from:
             return
         here = sorted((p for p in self._policies.values() if isinstance(p.held, Held)), key=lambda p: -p.used)
         total = 0
@@ -386,7 +390,12 @@ class Live:
             assert isinstance(policy.held, Held)
             total += policy.held.nbytes
             if total > self.host_bytes:
-                policy.held = Spilled.write(policy.held, self.folder / f"{uuid.uuid4().hex}.safetensors")
+                try:
+                    policy.held = Spilled.write(policy.held, self.folder / f"{uuid.uuid4().hex}.safetensors")
+                except OSError as reason:
+                    log.warning("states beyond %d bytes stay in memory: %s", self.host_bytes, reason)
+                    self._spills_from = time.monotonic() + SPILL_RETRY_S
+                    return
                 self.counts["spills_written"] += 1
 
     def warm(self, progress: Callable[[str, int, int], None] | None = None) -> None:

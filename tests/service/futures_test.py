@@ -13,6 +13,7 @@ import pytest
 
 from mint_jax.errors import UserError
 from mint_jax.service import futures as futures_lib
+from mint_jax.service import journal as journal_lib
 from mint_jax.service.futures import KEEP_S, Conflict, Futures, Gone
 from mint_jax.service.journal import JournalBusy, JournalDamaged, JournalFailed, Overloaded
 from mint_jax.service.table import IN_MEMORY, Category, Done, Failed
@@ -425,44 +426,61 @@ def test_a_loop_that_ended_with_waits_open_is_no_matter(folder):
         task._log_destroy_pending = False  # type: ignore[attr-defined]
 
 
-def test_a_request_that_the_disk_refused_has_no_id(folder, monkeypatch):
-    """All who asked for it are told, also those that came while it was on its way; results stay readable."""
+@pytest.mark.parametrize("back", [True, False])
+def test_a_request_that_the_disk_refused_has_no_id(folder, monkeypatch, back):
+    """All who asked for it are told, also those that came while it was on its way, and may ask again; results stay readable, and what ended
+    meanwhile is seen once there is space. Or there is none until the process ends: then it runs once more."""
+    monkeypatch.setattr(journal_lib, "RETRY_S", 0.05)
     with Futures(folder) as futures:
-        kept, running = fill(futures, "m", 2)
+        kept, running, last = fill(futures, "m", 3)
         request = futures.take()
         assert request is not None
         futures.finish(request.id, Done(b"kept"))
         assert futures.wait(kept, 30) == Done(b"kept")
-        futures.take()
+        for _ in range(2):
+            futures.take()
         gate = threading.Event()
 
         def refuse(handle):
             gate.wait(30)
-            raise OSError(errno.EIO, "the disk is gone")
+            raise OSError(errno.ENOSPC, "the disk is full")
 
-        with monkeypatch.context() as patch, concurrent.futures.ThreadPoolExecutor(8) as pool:
-            patch.setattr(os, "fsync", refuse)
-            asked = [pool.submit(futures.submit, "m", 3 + k % 2, "step", b"x") for k in range(8)]
-            task = pool.submit(lambda: asyncio.run(futures.submit_task("m", 5, "step", b"x")))
+        monkeypatch.setattr(os, "fsync", refuse)
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            asked = [pool.submit(futures.submit, "m", 4 + k % 2, "step", b"x") for k in range(8)]
+            task = pool.submit(lambda: asyncio.run(futures.submit_task("m", 6, "step", b"x")))
             time.sleep(0.05)
             gate.set()
             for one in [*asked, task]:
-                with pytest.raises(JournalFailed, match="the disk is gone"):
+                with pytest.raises(JournalFailed, match="the disk is full"):
                     one.result(30)
+        assert "the disk is full" in futures.trouble
         with pytest.raises(JournalFailed):
-            futures.submit("m", 3, "step", b"x")
-        with pytest.raises(JournalFailed):
-            futures.finish(running, Done(b"lost"))
+            futures.submit("m", 4, "step", b"x")
+        for id, result in ((running, b"second"), (last, b"third")):
+            futures.finish(id, Done(result))
+            futures.delivered(kept)
+        futures.forget("nobody")
         with pytest.raises(JournalFailed):
             futures.place("m")
         assert futures.take() is None, "what is not in the journal is not run"
         assert futures.wait(kept) == Done(b"kept")
         assert futures.wait(running) is None
+        if back:
+            monkeypatch.undo()
+            assert [futures.wait(id, 30) for id in (running, last)] == [Done(b"second"), Done(b"third")]
+            assert futures.trouble == ""
+            id = futures.submit("m", 4, "another call", b"another body")
+            assert run_all(futures) == [("m", 4, False)]
+            assert futures.wait(id, 30) == Done(b"done")
+            assert futures.place("m") == futures._journal.end
+    monkeypatch.undo()
     with Futures(folder) as futures:
         assert futures.wait(kept) == Done(b"kept")
-        id = futures.submit("m", 3, "step", b"x")
-        assert run_all(futures)[:3] == [("m", 1, True), ("m", 2, False), ("m", 3, False)]
-        assert futures.wait(id, 30) == Done(b"done")
+        again = [("m", 1, True), ("m", 2, back), ("m", 3, back)] + [("m", 4, True)] * back
+        assert run_all(futures) == again
+        expected = [Done(b"second"), Done(b"third")] if back else [Done(b"done")] * 2
+        assert [futures.wait(id, 30) for id in (running, last)] == expected
 
 
 def test_a_full_queue_refuses_a_request_without_a_trace(folder, monkeypatch):

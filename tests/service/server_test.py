@@ -1,16 +1,26 @@
-"""A server beside a clock that jumps and after long stops: sessions, accepted requests, answers and checkpoints stay."""
+"""A server beside a clock that jumps, after long stops and on a full disk: sessions, accepted requests, answers and checkpoints stay."""
 
 import asyncio
+import contextlib
+import dataclasses
+import errno
+import os
 import time
 
 import pytest
+from sqlalchemy import event
 
+from mint_jax.errors import UserError
 from mint_jax.lora.tree import AdapterConfig
+from mint_jax.service import journal
 from mint_jax.service.book import Book, NotFound, steady
-from mint_jax.service.calls import Create, Save
+from mint_jax.service.calls import Create, ForwardBackward, Load, Optim, Save
+from mint_jax.service.journal import JournalFailed
 from mint_jax.service.server import Server, Sizes
+from mint_jax.train.state import OptimizerConfig
 from tests.residency.clock import Clock
-from tests.train.live_test import SHAPES
+from tests.service.tinker_training_test import same_parts
+from tests.train.live_test import SHAPES, coefs, random_data
 
 SIZES = Sizes(slots={2: 1}, adapters={2: 1}, shapes=SHAPES, max_rows=8, host_bytes=1 << 26, session_s=3600.0)
 YEARS = 10 * 365 * 86400.0
@@ -19,10 +29,10 @@ WAIT_S = 60.0
 
 @pytest.fixture
 def serve(tiny_base, tmp_path):
-    """``serve()``: a server over one folder, to be entered; its maintenance is called by hand."""
+    """``serve()``: a server over one folder, to be entered."""
 
-    def make() -> Server:
-        made = Server(tiny_base("llama"), tmp_path / "server", SIZES)
+    def make(**sizes) -> Server:
+        made = Server(tiny_base("llama"), tmp_path / "server", dataclasses.replace(SIZES, **sizes))
         made.monotonic = Clock()
         return made
 
@@ -149,3 +159,113 @@ def test_what_was_made_later_comes_first_whatever_the_clock_says(tmp_path):
     assert [one.id for one in book.models("default", 10, 0)] == models[::-1]
     assert book.models_of("default", made[0]) == models
     book.close()
+
+
+@contextlib.contextmanager
+def full_disk(server, call):
+    """A disk that takes nothing more: a system call fails, or SQLite's file may not grow."""
+
+    def refuse(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def stop_growth(connection, *_):
+        connection.execute("PRAGMA max_page_count=1")
+
+    def grow(connection, *_):
+        connection.execute("PRAGMA max_page_count=4294967294")
+
+    engine = server.book._engine
+    with pytest.MonkeyPatch.context() as patch:
+        if call == "sqlite":
+            event.listen(engine, "checkout", stop_growth)
+        else:
+            patch.setattr(os, call, refuse)
+        yield
+    if call == "sqlite":
+        event.remove(engine, "checkout", stop_growth)
+        event.listen(engine, "checkout", grow)
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fsync", "replace", "rename", "sqlite"])
+def test_after_a_full_disk_training_goes_on_with_all_that_was_acknowledged(serve, rng, monkeypatch, call):
+    """Whatever fails of it: each request fails once and says why, or is done; the state stays, and nothing needs a restart."""
+    monkeypatch.setattr(journal, "RETRY_S", 0.05)
+    notes = {"what": "x" * 60_000}  # more than the pages that a database has free
+    accepted, told, reasons = {}, {}, []
+
+    def send(server, model, number, call):
+        try:
+            accepted[number] = server.durable.submit(model, number, call)
+        except JournalFailed as reason:
+            reasons.append(str(reason))
+            return False
+        return True
+
+    def hear(server, number, wait_s):
+        """A result; of a failure that is no mistake of the client its reason."""
+        try:
+            result = server.durable.result(accepted[number], wait_s)
+        except RuntimeError as reason:
+            reasons.append(result := str(reason))
+        if result is not None:
+            told[number] = result
+        return result
+
+    def update():
+        return ForwardBackward(random_data(rng, "cross_entropy"), coefs("cross_entropy")), Optim(OptimizerConfig(0.05))
+
+    with serve(every=1).running() as server:
+        _, model = model_of(server)
+        number = 0
+        for one in (Create(AdapterConfig(1, 2.0, ("q",))), *update(), Save("weights", "before", metadata=notes)):
+            number += 1
+            assert send(server, model, number, one)
+            assert hear(server, number, WAIT_S) is not None
+        assert server.trouble() == ""
+        refused = []
+        with full_disk(server, call):
+            todo = [*update(), Save("weights", "full", metadata=notes), Save("sampler_weights", "full", metadata=notes), *update()]
+            for one in todo:
+                if refused or not send(server, model, number + 1, one):
+                    refused.append(one)  # its number is free still, and those behind it would wait for it
+                    continue
+                number += 1
+                hear(server, number, 0.5)
+            if call in ("pwrite", "fsync"):
+                assert refused
+                assert "No space left" in server.trouble()
+                assert server.trouble(sampling=True) == ""
+            with contextlib.suppress(UserError):
+                server.book.open_session("default", {"note": notes})
+            server.maintain()
+        give_up = time.monotonic() + WAIT_S
+        while server.trouble():
+            assert time.monotonic() < give_up
+            time.sleep(0.02)
+        for one in accepted:
+            if one not in told:
+                assert hear(server, one, WAIT_S) is not None
+        assert reasons, "a request was refused, or a checkpoint could not be kept"
+        for reason in reasons:
+            assert any(words in reason for words in ("No space left", "disk is full")), reason
+        for one in (*refused, *update(), Save("weights", "after", metadata=notes), Save("sampler_weights", "after", metadata=notes)):
+            number += 1
+            assert send(server, model, number, one)
+            assert not isinstance(hear(server, number, WAIT_S), str)
+        held = server.loop.training.do(model, lambda live: live.held(model)).result(WAIT_S)
+        assert held.steps == 4
+        saved = [result["path"] for result in told.values() if isinstance(result, dict) and "path" in result]
+        names = [("weights", "before"), ("weights", "after"), ("sampler_weights", "after")]
+        assert {f"tinker://{model}/{kind}/{name}" for kind, name in names} <= set(saved)
+        server.maintain()
+    with serve(every=1).running() as server:
+        assert server.trouble() == ""
+        same_parts(server.loop.training.do(model, lambda live: live.held(model)).result(WAIT_S), held)
+        for one, id in accepted.items():
+            if not isinstance(told[one], str):
+                assert server.durable.result(id, WAIT_S) is not None
+        for path in saved:
+            if "/weights/" in path:
+                server.checkpoints.load(Load(path, True, "default"))
+            else:
+                server.checkpoints.fetch(server.checkpoints.digest("default", path))
