@@ -25,8 +25,9 @@ def to_group(base: Base, row: dict[str, Any], where: str, append_eos: bool) -> G
 
 
 def group_of(*marked: chat.Marked, pair_weight: float = 0.0) -> Group:
-    """Texts that share everything before their first target."""
-    first = marked[0].first
+    """Texts of one prompt; its tokens may differ at the end, where one straddles the prompt and a reply."""
+    most = min(m.first for m in marked)
+    first = next((i for i in range(most) if len({m.tokens[i] for m in marked}) > 1), most)
     sequences = [TrainSequence(m.tokens[first:], [float(learn) for learn in m.learn[first:]]) for m in marked]
     return Group(marked[0].tokens[:first], sequences, pair_weight)
 

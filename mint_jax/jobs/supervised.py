@@ -72,7 +72,8 @@ def rows_of(section: Config, kind: Kind) -> tuple[list[Located], list[Located]]:
     held = max(1, len(rows) // 10) if held is None else held
     if held >= len(rows):
         raise UserError(f"data.held_out is {held} but {path} has {len(rows)} rows: lower it")
-    if unused := {column: None for where, row in rows for column in row if column not in chat.form_of(row, kind.forms, where)}:
+    others = (column for where, row in rows for column in row if column not in (*chat.form_of(row, kind.forms, where), *chat.OF_CHATS))
+    if unused := dict.fromkeys(others):
         common.say(f"{path}: columns {', '.join(unused)} are not used")
     return rows[held:], rows[:held]
 

@@ -1,6 +1,7 @@
 """Which tokens are learned: runs of marked tokens against the text that transformers renders."""
 
 import itertools
+import json
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,9 @@ from transformers import AutoTokenizer
 from mint_jax.data import chat
 from mint_jax.data.tokenizer import Tokenizer
 from mint_jax.errors import UserError
+from mint_jax.jobs import sft
 from mint_jax.models import base as base_lib
+from tests.data.tiny_tokenizers import CHATML, ZEPHYR, byte_level, metaspace, save, sentence_piece
 
 END = "<|im_end|>"
 
@@ -59,15 +62,220 @@ def test_exactly_the_assistants_turns_are_learned(tokenizer, theirs):
     check()
 
 
-def test_marks_fall_between_the_tokens_of_prompt_and_reply(tokenizer):
-    """Each piece is encoded apart: a prompt as sampling sees it, then the reply."""
-    messages = [turn("user", "Say hi"), turn("assistant", " hi"), turn("user", "Again"), turn("assistant", "hi")]
-    marked = chat.conversation(tokenizer, messages)
-    prompt = tokenizer.encode_chat(messages[:1])
-    reply = tokenizer.encode(" hi" + END, special=False)
-    assert marked.tokens[: len(prompt) + len(reply)] == prompt + reply
-    assert marked.learn[: len(prompt) + len(reply)] == [False] * len(prompt) + [True] * len(reply)
-    assert marked.first == len(prompt)
+KINDS = {"bytes": (byte_level, CHATML), "sentence piece": (sentence_piece, ZEPHYR), "metaspace": (metaspace, ZEPHYR)}
+
+
+@pytest.fixture(params=KINDS)
+def pair(request, tmp_path):
+    """Ours and transformers' tokenizer of one directory."""
+    source, template = KINDS[request.param]
+    save(tmp_path, source(), chat_template=template, bos_token=None)
+    return Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+
+
+WORDS = ["blue", " blue", "two plus", "\n\n", "", "The colour is blue.", "日本", " ", "a\nb", "Paris"]
+
+
+def test_conversations_are_encoded_as_one_text(pair, rng):
+    """Their tokens are those of transformers, and so are the prompt's in front of the reply; what is learned is the reply's text."""
+    mine, theirs = pair
+    for _ in range(40):
+        count = int(rng.integers(1, 4))
+        said = rng.choice(WORDS, 2 * count).tolist()
+        messages = [turn(("user", "assistant")[i % 2], text) for i, text in enumerate(said)]
+        marked = chat.conversation(mine, messages)
+        assert marked.tokens == theirs.apply_chat_template(messages, return_dict=False)
+        found = [part for learn, part in runs(mine, marked) if learn]
+        assert len(found) == count
+        for part, reply in zip(found, said[1::2]):
+            assert part.strip() == (reply + theirs.eos_token).strip()
+        prompt = mine.encode_chat(messages[:-1])
+        assert prompt == theirs.apply_chat_template(messages[:-1], add_generation_prompt=True, return_dict=False)
+
+
+def test_what_is_sampled_is_what_is_learned(pair, rng):
+    """Where the prompt's tokens begin the whole text's, the tokens after them are the targets: SFT learns what a sampler draws."""
+    mine, _ = pair
+    consistent = 0
+    for _ in range(60):
+        said, reply = rng.choice(WORDS, 2).tolist()
+        prompt = mine.encode_chat([turn("user", said)])
+        marked = chat.conversation(mine, [turn("user", said), turn("assistant", reply)])
+        if marked.tokens[: len(prompt)] == prompt:
+            consistent += 1
+            last = len(marked.learn) - marked.learn[::-1].index(True)
+            assert marked.learn[:last] == [False] * len(prompt) + [True] * (last - len(prompt))
+        plain = chat.supervised_row(mine, {"prompt": "The colour is" + said, "completion": reply + " x"}, "row")
+        asked = mine.encode("The colour is" + said)
+        if plain.tokens[: len(asked)] == asked:
+            consistent += 1
+            assert plain.learn == [False] * len(asked) + [True] * (len(plain.tokens) - len(asked))
+    assert consistent > 40
+
+
+def test_a_prompt_and_its_completion_are_one_text(pair):
+    mine, theirs = pair
+    for prompt, completion in [("two plus two is", " four"), ("two plus two is ", "four"), ("Say\n", "\nblue"), ("日", "本")]:
+        marked = chat.supervised_row(mine, {"prompt": prompt, "completion": completion}, "row")
+        assert marked.tokens == [*theirs(prompt + completion).input_ids, theirs.eos_token_id]
+        learned = [part for learn, part in runs(mine, marked) if learn]
+        assert len(learned) == 1
+        assert completion.strip() in learned[0]
+
+
+def test_a_token_that_straddles_prompt_and_reply_belongs_to_the_reply(tmp_path):
+    mine = Tokenizer(save(tmp_path, byte_level()))
+    [straddling] = mine.encode(" two")
+    marked = chat.supervised_row(mine, {"prompt": "one t", "completion": "wo four"}, "row")
+    assert marked.first == marked.tokens.index(straddling)
+    chosen, rejected = chat.preference_row(mine, {"prompt": "one t", "chosen": "wo four", "rejected": "!"}, "row")
+    assert chosen.tokens[: chosen.first] != rejected.tokens[: rejected.first]
+    group = sft.group_of(chosen, rejected, pair_weight=1.0)
+    assert group.prefix == mine.encode("one")
+    for marked, sequence in zip((chosen, rejected), group.sequences):
+        assert group.prefix + sequence.tokens == marked.tokens
+        assert sequence.weights == [float(learn) for learn in marked.learn[len(group.prefix) :]]
+
+
+GENERATION = {
+    "content": "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>"
+    "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}",
+    "some": "{% for m in messages %}{{ m.role }}: {% if m.role == 'assistant' and m.content != 'two plus' %}{% generation %}"
+    "{{- m.content ~ eos_token -}}{% endgeneration %}{% else %}{{ m.content }}{% endif %};{% endfor %}",
+    "in a macro": "{% macro say(m) %}{{ m.content }}<|im_end|>{% endmacro %}{% for m in messages %}{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}{% set x = 1 %}{% generation %}{{ say(m) }}{{ x }}{% endgeneration %}{% else %}{{ say(m) }}{% endif %}"
+    "{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("template", GENERATION.values(), ids=GENERATION.keys())
+@pytest.mark.parametrize("kind", ["bytes", "metaspace"])
+def test_replies_that_the_template_marks_are_learned(tmp_path, rng, template, kind):
+    source = KINDS[kind][0]()
+    if kind == "bytes":
+        source["post_processor"]["trim_offsets"] = False  # transformers loses a reply's first blank otherwise
+    save(tmp_path, source, chat_template=template)
+    mine, theirs = Tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    for _ in range(30):
+        said = ["two", "one", *rng.choice([w for w in WORDS if w.isascii()], 2).tolist()]
+        messages = [turn(("user", "assistant")[i % 2], text) for i, text in enumerate(said)]
+        wanted = theirs.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
+        marked = chat.conversation(mine, messages)
+        assert marked.tokens == wanted["input_ids"]
+        assert marked.learn == [bool(x) for x in wanted["assistant_masks"]]
+        assert mine.render(messages) == theirs.apply_chat_template(messages, tokenize=False)
+
+
+def test_a_template_that_marks_nothing_has_nothing_to_learn(tmp_path):
+    save(tmp_path, byte_level(), chat_template=GENERATION["some"])
+    with pytest.raises(UserError, match=r"row 3: .*nothing to learn"):
+        chat.conversation(Tokenizer(tmp_path), [turn("user", "q"), turn("assistant", "two plus")], "row 3")
+
+
+TOOLED = (
+    "{% if tools %}Tools: {{ tools | tojson }}\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool>{{ c.function.name }} {{ c.function.arguments | tojson }}</tool>{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
+)
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.fixture
+def tooled(tmp_path):
+    return Tokenizer(save(tmp_path, byte_level(), chat_template=TOOLED))
+
+
+def call(arguments):
+    return {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": arguments}}]}
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_tools_and_arguments_reach_the_template_as_objects(tooled, as_json):
+    dumped = (lambda value: json.dumps(value)) if as_json else (lambda value: value)
+    messages = [
+        turn("user", "two plus two?"),
+        call(dumped({"a": 2, "b": {"c": '"x"'}})),
+        {"role": "tool", "content": "4"},
+        turn("assistant", "4"),
+    ]
+    for tools in (dumped([TOOL]), [dumped(TOOL)]):
+        marked = chat.supervised_row(tooled, {"messages": messages, "tools": tools}, "row")
+        text = tooled.decode(marked.tokens, skip_special=False)
+        assert text.startswith(f"Tools: {json.dumps([TOOL])}\n<|im_start|>user")
+        learned = [part for learn, part in runs(tooled, marked) if learn]
+        assert learned == ['<tool>add {"a": 2, "b": {"c": "\\"x\\""}}</tool>' + END, "4" + END]
+    reply = {"prompt": messages[:1], "completion": messages[1:2], "tools": [TOOL]}
+    assert chat.supervised_row(tooled, reply, "row") == chat.supervised_row(tooled, {"messages": messages[:2], "tools": [TOOL]}, "row")
+    pair = {"prompt": messages[:1], "chosen": messages[1], "rejected": "4", "tools": [TOOL]}
+    chosen, rejected = chat.preference_row(tooled, pair, "row")
+    assert [part for learn, part in runs(tooled, chosen) if learn] == learned[:1]
+    assert [part for learn, part in runs(tooled, rejected) if learn] == ["4" + END]
+
+
+def test_arguments_are_decoded_once(tooled):
+    """A text that is JSON inside of the arguments stays text."""
+    marked = chat.supervised_row(tooled, {"messages": [turn("user", "q"), call('{"a": "{\\"b\\": 1}"}')]}, "row")
+    assert '{"a": "{\\"b\\": 1}"}' in tooled.decode(marked.tokens)
+
+
+def test_rows_give_the_template_variables(tmp_path):
+    template = TOOLED.replace("assistant\n{% if", "assistant\n{{ mood }}{% if")
+    template = template.replace(
+        "{{ m.content }}",
+        "{% if m.role == 'assistant' %}{{ mood }}{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}{{ m.content }}",
+    )
+    mine = Tokenizer(save(tmp_path, byte_level(), chat_template=template))
+    row = {"messages": [turn("user", "q"), turn("assistant", "a")]}
+    marked = chat.supervised_row(mine, row | {"chat_template_kwargs": {"enable_thinking": False, "mood": "x"}}, "row")
+    assert [part for _, part in runs(mine, marked)] == [
+        "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\nx<think></think>",
+        "a" + END,
+        "\n",
+    ]
+    assert marked == chat.supervised_row(mine, row | {"chat_template_kwargs": '{"enable_thinking": false, "mood": "x"}'}, "row")
+    assert marked != chat.supervised_row(mine, row, "row")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": "a b", "tools": [TOOL]}, "row 5 has tools beside plain text"),
+        ({"prompt": "a", "completion": "b", "chat_template_kwargs": {"x": 1}}, "row 5 has chat_template_kwargs beside plain text"),
+        ({"messages": [turn("user", "q"), turn("assistant", "a")], "tools": "add"}, "row 5: tools has 'add'; expected a list, or its JSON"),
+        ({"messages": [turn("user", "q"), turn("assistant", "a")], "tools": [3]}, "row 5: tools has '3'; expected an object"),
+        (
+            {"messages": [turn("user", "q"), turn("assistant", "a")], "chat_template_kwargs": {"tools": []}},
+            "row 5: chat_template_kwargs has 'tools'",
+        ),
+        ({"messages": [turn("user", "q"), call("[1]")]}, r"row 5: a call of add has '\[1\]'; expected an object"),
+        ({"messages": [turn("user", "q"), call("no json")]}, "row 5: a call of add has 'no json'; expected an object"),
+        ({"messages": [turn("user", "q"), {"role": "assistant", "tool_calls": ["x"]}]}, "row 5: tool_calls has 'x'; expected"),
+        (
+            {"prompt": [turn("user", "q")], "completion": [turn("user", "a")]},
+            "row 5: completion is .*; expected a string, or messages of the",
+        ),
+        ({"prompt": "q", "completion": [turn("assistant", "a"), turn("assistant", "b")]}, "row 5: the reply to a prompt that is text"),
+    ],
+)
+def test_what_rows_say_of_chats_is_checked(tooled, row, message):
+    with pytest.raises(UserError, match=message):
+        chat.supervised_row(tooled, row, "row 5")
+
+
+def test_tools_without_a_place_in_the_template_are_refused(tokenizer):
+    row = {"messages": [turn("user", "q"), turn("assistant", "a")], "tools": [TOOL]}
+    with pytest.raises(UserError, match=r"row 5 has tools, but .* has no place for them"):
+        chat.supervised_row(tokenizer, row, "row 5")
+    assert chat.supervised_row(tokenizer, row | {"tools": []}, "row 5") == chat.supervised_row(tokenizer, row | {"tools": None}, "row 5")
+
+
+def test_parts_that_are_text_are_joined(tokenizer):
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    row = {"messages": [turn("user", parts), turn("assistant", "a")]}
+    assert chat.supervised_row(tokenizer, row, "row") == chat.supervised_row(
+        tokenizer, {"messages": [turn("user", "one\ntwo"), turn("assistant", "a")]}, "row"
+    )
 
 
 @pytest.mark.parametrize("messages", [[], [turn("user", "a")], [turn("system", "a"), turn("user", "b")]])

@@ -166,6 +166,38 @@ def test_a_template_file_goes_before_the_config_and_a_list_gives_its_default(cop
     assert AutoTokenizer.from_pretrained(copy).apply_chat_template(CHAT, tokenize=False) == "file"
 
 
+NAMED = {"default": "plain {{ messages[0].role }}", "tool_use": "{{ tools | length }} tools"}
+
+
+@pytest.mark.parametrize("form", ["list", "mapping", "files", "files over a config"])
+def test_named_templates_are_taken_as_in_transformers(copy, form):
+    """``tool_use`` where there are tools, else ``default``."""
+    if form == "list":
+        change_config(copy, chat_template=[{"name": name, "template": text} for name, text in NAMED.items()])
+    elif form == "mapping":
+        change_config(copy, chat_template=NAMED)
+    else:
+        change_config(copy, chat_template=[{"name": "default", "template": "no"}] if "over" in form else None)
+        (copy / "chat_template.jinja").write_text(NAMED["default"])
+        (copy / "additional_chat_templates").mkdir()
+        (copy / "additional_chat_templates" / "tool_use.jinja").write_text(NAMED["tool_use"])
+    mine, theirs = Tokenizer(copy), AutoTokenizer.from_pretrained(copy)
+    for tools in (None, TOOLS):
+        wanted = theirs.apply_chat_template(CHAT, tools=tools, tokenize=False, add_generation_prompt=True)
+        assert mine.render(CHAT, True, tools=tools) == wanted
+    assert mine.render(CHAT, tools=TOOLS) == "1 tools"
+    assert set((mine.sources[1] or "").split("\n")) == set(NAMED.values())
+
+
+def test_templates_without_a_default_are_refused(copy):
+    change_config(copy, chat_template=[{"name": "rag", "template": "x"}])
+    with pytest.raises(UserError, match="has chat templates rag, but none is called default"):
+        Tokenizer(copy).render(CHAT)
+    change_config(copy, chat_template={"default": 5})
+    with pytest.raises(UserError, match=r"chat_template in .*tokenizer_config.json is no text"):
+        Tokenizer(copy)
+
+
 def test_a_post_processor_adds_its_tokens_unless_told_not_to(tmp_path):
     vocab = {"<s>": 0, "</s>": 1, "a": 2, "b": 3, "[UNK]": 4}
     fast = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))

@@ -1,0 +1,298 @@
+"""What files can do to text beyond encoding it, against transformers' AutoTokenizer on the same directory."""
+
+import importlib
+import json
+
+import pytest
+from transformers import AutoTokenizer
+from transformers.models.auto import configuration_auto, tokenization_auto
+from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+from mint_jax.data import tokenizer_files
+from mint_jax.data.tokenizer import Tokenizer
+from mint_jax.errors import UserError
+from tests.data.tiny_tokenizers import byte_level, metaspace, save, sentence_piece
+
+PIECES = [
+    *(
+        "two",
+        " plus",
+        "four",
+        "  ",
+        " ",
+        "\n",
+        "\n\n",
+        "ﬁ",
+        "é",
+        "e\u0301",
+        "日本",
+        "🙂",
+        "Paris",
+        "PARIS",
+        "12",
+        "don't",
+        ".",
+        " ,",
+        " n't",
+    ),
+    *("<s>", "</s>", "<unk>", "<|im_end|>", "<|im_start|>", "<|endoftext|>", "<tool>", "<|new|>", "<extra>", "[PAD]", "▁", "<0x0A>"),
+]
+FIXED = [
+    "",
+    " ",
+    "two plus two",
+    " two",
+    "two plus </s>\ntwo",
+    "a <|im_end|> b",
+    "x<tool>y <tool> z",
+    "two<|new|>two <extra>",
+    "Paris , n't .",
+]
+
+
+def assert_same(directory, rng, **ours):
+    theirs, mine = AutoTokenizer.from_pretrained(directory), Tokenizer(directory)
+    for text in FIXED + ["".join(rng.choice(PIECES, rng.integers(1, 9))) for _ in range(30)]:
+        for special in (True, False):
+            ids = theirs(text, add_special_tokens=special).input_ids
+            assert mine.encode(text, special) == ids, (text, special)
+            assert mine.encode_spans(text, [], special)[0] == ids
+        for skip in (True, False):
+            assert mine.decode(ids, skip_special=skip) == theirs.decode(ids, skip_special_tokens=skip), text
+    assert mine.vocab_size == max(theirs.get_vocab().values()) + 1
+    assert mine.eos_id == theirs.eos_token_id
+    specials = {token.content for token in theirs.added_tokens_decoder.values() if token.special}
+    assert mine.special_ids == {text: theirs.convert_tokens_to_ids(text) for text in specials}
+    return theirs, mine
+
+
+FLAGS = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+
+
+def added(text, special=True, **flags):
+    return {"content": text, **FLAGS, "special": special} | flags
+
+
+def with_part(source, **parts):
+    return source | parts
+
+
+def with_model(source, **fields):
+    return source | {"model": source["model"] | fields}
+
+
+def with_token(source, text, **flags):
+    """The flags of an added token, or one more at the end."""
+    others = [token for token in source["added_tokens"] if token["content"] != text]
+    ids = [token["id"] for token in source["added_tokens"] if token["content"] == text]
+    last = max([*source["model"]["vocab"].values(), *(token["id"] for token in source["added_tokens"])]) + 1
+    token = {"id": ids[0] if ids else last, **added(text, **flags)}
+    return source | {"added_tokens": sorted([*others, token], key=lambda token: token["id"])}
+
+
+TRUNCATION = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+PADDING = {
+    **{"strategy": {"Fixed": 40}, "direction": "Right", "pad_to_multiple_of": None},
+    **{"pad_id": 0, "pad_type_id": 0, "pad_token": "<unk>"},
+}
+LEFT = PADDING | {"strategy": "BatchLongest", "direction": "Left", "pad_to_multiple_of": 16}
+ENDS = {
+    "type": "TemplateProcessing",
+    "single": [
+        {"SpecialToken": {"id": "<s>", "type_id": 0}},
+        {"Sequence": {"id": "A", "type_id": 0}},
+        {"SpecialToken": {"id": "</s>", "type_id": 0}},
+    ],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {text: {"id": text, "ids": [i], "tokens": [text]} for text, i in (("<s>", 1), ("</s>", 2))},
+}
+FILES = {
+    "as it is": lambda: byte_level(),
+    "sentence piece": lambda: sentence_piece(),
+    "metaspace": lambda: metaspace(),
+    "truncation": lambda: with_part(byte_level(), truncation=TRUNCATION),
+    "truncation left": lambda: with_part(sentence_piece(), truncation=TRUNCATION | {"direction": "Left", "stride": 1}),
+    "padding": lambda: with_part(sentence_piece(), padding=PADDING),
+    "padding left": lambda: with_part(sentence_piece(), padding=LEFT, truncation=TRUNCATION),
+    "lower case": lambda: with_part(byte_level(), normalizer={"type": "Lowercase"}),
+    "nfkc": lambda: with_part(byte_level(), normalizer={"type": "NFKC"}),
+    "strip": lambda: with_part(byte_level(), normalizer={"type": "Strip", "strip_left": True, "strip_right": True}),
+    "begin and end": lambda: with_part(sentence_piece(), post_processor=ENDS),
+    "no post-processor": lambda: with_part(sentence_piece(), post_processor=None),
+    "blanks in front": lambda: with_part(
+        byte_level(), pre_tokenizer={"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    ),
+    "lstrip": lambda: with_token(byte_level(), "<|im_end|>", lstrip=True),
+    "rstrip": lambda: with_token(byte_level(), "<tool>", rstrip=True, special=False),
+    "single word": lambda: with_token(byte_level(), "<tool>", single_word=True, special=False),
+    "normalized": lambda: with_token(with_part(byte_level(), normalizer={"type": "Lowercase"}), "PARIS", normalized=True, special=False),
+    "in blanks' place": lambda: with_token(sentence_piece(), "<extra>", normalized=True),
+    "ignore merges": lambda: with_model(byte_level(), ignore_merges=True),
+    "unknown bytes": lambda: with_model(sentence_piece(), byte_fallback=False),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_tokenizer_files_give_the_tokens_of_transformers(tmp_path, rng, name):
+    assert_same(save(tmp_path, FILES[name]()), rng)
+
+
+CONFIGS = {
+    "begin and end": {"add_bos_token": True, "add_eos_token": True, "bos_token": "<|im_start|>"},
+    "no begin": {"add_bos_token": False},
+    "blank in front": {"add_prefix_space": True},
+    "split": {"split_special_tokens": True},
+    "clean up, which is not for BPE": {"clean_up_tokenization_spaces": True},
+    "a new end": {"eos_token": "<|new|>"},
+    "an end in the vocabulary": {"eos_token": "four"},
+    "with flags": {"eos_token": {"__type": "AddedToken", **added("<|new|>", lstrip=True, special=False)}},
+    "known with other flags": {"eos_token": {"__type": "AddedToken", **added("<|im_end|>", lstrip=True)}},
+    "further": {"extra_special_tokens": ["<|new|>", "<extra>"]},
+    "further, by the older name": {"additional_special_tokens": ["<extra>", {"__type": "AddedToken", **added("<|new|>", rstrip=True)}]},
+    "further, by name": {"extra_special_tokens": {"image_token": "<extra>", "sound_token": "<|new|>"}},
+    "of a kind of model": {"image_token": "<extra>"},
+    "list": {
+        "added_tokens_decoder": {"344": added("<extra>", lstrip=True), "341": added("<|im_start|>"), "345": added("two", special=False)}
+    },
+    "list with changes": {"added_tokens_decoder": {"342": added("<|im_end|>", rstrip=True), "343": added("<tool>")}},
+    "a named one in the list": {"added_tokens_decoder": {"344": added("<|new|>", special=False, lstrip=True)}, "pad_token": "<|new|>"},
+}
+
+
+@pytest.mark.parametrize("kind", [byte_level, sentence_piece])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_configs_give_the_tokens_of_transformers(tmp_path, rng, name, kind):
+    theirs, mine = assert_same(save(tmp_path, kind(), **CONFIGS[name]), rng)
+    template = "{{ bos_token }} {{ eos_token }} {{ pad_token }} {{ image_token }} {{ unk_token is defined }}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert Tokenizer(tmp_path).render([]) == theirs.apply_chat_template([{"role": "user", "content": ""}], tokenize=False)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "qwen3_moe", "deepseek_v3", None])
+@pytest.mark.parametrize("kind", [byte_level, sentence_piece, metaspace])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "unk_token": "<unk>"},
+        {"tokenizer_class": "LlamaTokenizerFast", "legacy": True},
+        {"tokenizer_class": "LlamaTokenizer", "legacy": False, "add_prefix_space": False},
+        {"tokenizer_class": "GPT2Tokenizer"},
+        {"tokenizer_class": "GPT2TokenizerFast", "add_prefix_space": True, "unk_token": None},
+        {"tokenizer_class": "Qwen2Tokenizer", "extra_special_tokens": ["<extra>"]},
+        {"tokenizer_class": "Qwen2TokenizerFast", "pad_token": None, "added_tokens_decoder": {"340": added("<|endoftext|>", lstrip=True)}},
+        {"tokenizer_class": "PreTrainedTokenizerFast"},
+        {"tokenizer_class": "TokenizersBackend"},
+        {"tokenizer_class": "NoSuchTokenizer"},
+        {"tokenizer_class": None},
+    ],
+    ids=lambda config: "-".join(map(str, config.values())),
+)
+def test_classes_give_the_tokens_of_transformers(tmp_path, rng, model_type, kind, config):
+    assert_same(save(tmp_path, kind(), {"model_type": model_type} if model_type else {"model_type": ""}, **config), rng)
+
+
+@pytest.mark.parametrize("files", [("special_tokens_map",), ("added_tokens",), ("special_tokens_map", "added_tokens")], ids=str)
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("class_", ["PreTrainedTokenizerFast", "Qwen2Tokenizer"])
+def test_older_files_give_the_tokens_of_transformers(tmp_path, rng, files, listed, class_):
+    config = {"added_tokens_decoder": {"340": added("<|endoftext|>"), "342": added("<|im_end|>")}} if listed else {}
+    save(tmp_path, byte_level(), tokenizer_class=class_, **config)
+    if "special_tokens_map" in files:
+        told = {"pad_token": "<extra>", "eos_token": added("<|new|>", lstrip=True), "additional_special_tokens": ["[PAD]"]}
+        told["eos_token"].pop("special")
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps(told))
+    if "added_tokens" in files:
+        (tmp_path / "added_tokens.json").write_text(json.dumps({"<|im_end|>": 342, "<|im_start|>": 341, "<|new|>": 344, "▁": 345}))
+    assert_same(tmp_path, rng)
+
+
+def test_dropout_is_refused_where_transformers_would_draw(tmp_path, rng):
+    save(tmp_path / "drawn", with_model(byte_level(), dropout=0.1))
+    with pytest.raises(UserError, match=r"dropout 0.1, so that a text has other tokens each time: set it to null"):
+        Tokenizer(tmp_path / "drawn")
+    assert_same(save(tmp_path / "not", with_model(byte_level(), dropout=0.1), tokenizer_class="GPT2Tokenizer"), rng)
+
+
+@pytest.mark.parametrize(
+    ("source", "config", "says"),
+    [
+        (
+            byte_level,
+            {"tokenizer_class": "GemmaTokenizerFast"},
+            "tokenizer_class in .* is GemmaTokenizer, .* PreTrainedTokenizerFast to take",
+        ),
+        (
+            byte_level,
+            {"clean_up_tokenization_spaces": True, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": True},
+            "sets clean_up_tokenization_spaces, .* set it to false",
+        ),
+        (
+            lambda: with_part(byte_level(), model={"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}),
+            {"clean_up_tokenization_spaces": True},
+            "clean_up",
+        ),
+        (
+            lambda: with_part(byte_level(), model={"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": 0}),
+            {"tokenizer_class": "LlamaTokenizer"},
+            "ByteLevel|Unigram",
+        ),
+    ],
+)
+def test_what_is_not_supported_is_refused(tmp_path, source, config, says):
+    made = source()
+    if config.get("tokenizer_class") == "LlamaTokenizer":
+        made = made | {"pre_tokenizer": None, "decoder": None, "post_processor": None}
+    save(tmp_path, made, **config)
+    with pytest.raises(UserError, match=says):
+        Tokenizer(tmp_path)
+
+
+def test_tokens_that_the_model_has_no_row_for_are_not_added(tmp_path):
+    rows = Tokenizer(save(tmp_path / "one", byte_level())).vocab_size
+    directory = save(tmp_path / "two", byte_level(), {"vocab_size": rows + 1}, pad_token="<extra>", extra_special_tokens=["<|new|>"])
+    mine = Tokenizer(directory)
+    assert mine.vocab_size == rows + 1
+    assert mine.encode("<extra>") == [rows]
+    assert len(mine.encode("<|new|>")) > 1
+    assert mine.decode(mine.encode("<|new|>")) == "<|new|>"
+
+
+@pytest.mark.long
+def test_every_class_with_a_pipeline_of_its_own_is_known():
+    unknown = []
+    for model, name in tokenization_auto.TOKENIZER_MAPPING_NAMES.items():
+        if name is None or name in ("TokenizersBackend", "MistralCommonBackend"):
+            continue
+        module = configuration_auto.model_type_to_module_name(model)
+        try:
+            found = getattr(importlib.import_module(f"transformers.models.{module}"), name, None)
+        except ImportError:
+            continue
+        if isinstance(found, type) and issubclass(found, TokenizersBackend) and "__init__" in found.__dict__:
+            stem = found.__name__.removesuffix("Fast")
+            if stem not in tokenizer_files.DEFAULTS and not tokenizer_files.OTHERS.fullmatch(stem):
+                unknown.append(name)
+    assert not unknown
+
+
+def test_offsets_count_blanks_as_text(tmp_path):
+    """Byte-level post-processors trim them, so that a last blank would stand nowhere."""
+    mine = Tokenizer(save(tmp_path, byte_level()))
+    text = "two plus two "
+    ids, [inside] = mine.encode_spans(text, [(3, len(text))])
+    assert mine.decode([ids[i] for i in inside]) == " plus two "
+
+
+def test_a_token_that_straddles_a_span_is_in_it(tmp_path, rng):
+    mine = Tokenizer(save(tmp_path, byte_level()))
+    for _ in range(50):
+        text = "".join(rng.choice(PIECES[:19], 6))
+        begin, end = sorted(rng.integers(0, len(text) + 1, 2).tolist())
+        ids, [inside] = mine.encode_spans(text, [(begin, end)])
+        pieces = [mine.decode([i], skip_special=False) for i in ids]
+        if begin < end:
+            assert text[begin:end] in mine.decode([ids[i] for i in inside]) or "\N{REPLACEMENT CHARACTER}" in pieces
+        before = mine.decode(ids[: inside.start]) if inside else ""
+        assert text[:begin].startswith(before)
+    assert mine.encode_spans("two", [(1, 1)])[1] == [range(0)]
