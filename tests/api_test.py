@@ -118,7 +118,7 @@ def test_a_policy_that_joins_leaves_the_others_as_they_are(model):
 
 @pytest.mark.long
 def test_revisions_mixed_in_one_call_answer_as_each_does_alone(model, tmp_path):
-    with mint.open(tmp_path / "catalog") as store, mint.open(tmp_path / "other") as other:
+    with mint.open(tmp_path / "catalog", create=True) as store, mint.open(tmp_path / "other", create=True) as other:
         for name, rank in (("a", 2), ("b", 2), ("c", 9)):
             policy = model.policy(name, rank, learning_rate=3e-2)
             for _ in range(2):

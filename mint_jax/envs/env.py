@@ -7,7 +7,7 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from mint_jax.errors import UserError, choice, own_traceback
@@ -41,7 +41,7 @@ class Environment(Protocol):
         ...
 
 
-REGISTRY = {  # config name -> "module:factory"; imported when used, for an environment may need an extra
+REGISTRY: dict[str, Any] = {  # config name -> "module:factory"; imported when used, for an environment may need an extra
     "digit_sum": "mint_jax.envs.digits:digit_sum",
     "larger_of_two": "mint_jax.envs.digits:larger_of_two",
     "copy_word": "mint_jax.envs.words:copy_word",
@@ -50,6 +50,23 @@ REGISTRY = {  # config name -> "module:factory"; imported when used, for an envi
     "reasoning_gym": "mint_jax.envs.gym:reasoning_gym_task",
 }
 NEEDS = {"reasoning_gym": "reasoning_gym"}  # name -> package of the ``data`` extra
+
+
+def register_environment(name: str, factory: Callable[..., Environment]) -> None:
+    """Adds an environment, which ``env.name`` in a config then names; its further settings are the factory's arguments.
+
+    A second factory of a name replaces the first.
+
+    Raises:
+        UserError: a shipped environment has the name, or the factory cannot be called.
+    """
+    if not isinstance(name, str) or not name or ":" in name:
+        raise UserError(f"name of an environment is {name!r}; expected text without a colon: 'my_task', say")
+    if isinstance(REGISTRY.get(name), str):
+        raise UserError(f"environment {name!r} is a shipped one: register yours by another name")
+    if not callable(factory):
+        raise UserError(f"environment {name!r} is {factory!r:.80}; expected a function that returns an environment")
+    REGISTRY[name] = factory
 
 
 def check_options(name: str, **options: Any) -> Any:
@@ -92,6 +109,8 @@ def make(name: str, **options: Any) -> Environment:
 def _factory(name: str) -> Any:
     """What a name in a config stands for."""
     target = REGISTRY.get(name, name)
+    if callable(target):
+        return target
     module, _, factory = target.partition(":")
     if not module or not factory.isidentifier():
         raise choice("environment", name, [*REGISTRY, "module:factory"])

@@ -31,7 +31,8 @@ class _Call:
     began: float
 
     def __str__(self) -> str:
-        prompt = self.prompt if isinstance(self.prompt, str) else self.prompt[-1].get("content", "") if self.prompt else ""
+        last = self.prompt[-1] if self.prompt and not isinstance(self.prompt, str) else None
+        prompt = last.get("content", "") if isinstance(last, dict) else self.prompt
         return f"policy {self.who!r}, completion {self.completion!r:.200} of prompt {prompt!r:.200}"
 
 

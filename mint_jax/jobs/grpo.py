@@ -22,7 +22,7 @@ from mint_jax.envs import env as env_lib
 from mint_jax.envs import scoring
 from mint_jax.envs.env import Environment, Example
 from mint_jax.errors import UserError
-from mint_jax.jobs import adapters, common, report, settings
+from mint_jax.jobs import adapters, common, episodes, report, settings
 from mint_jax.jobs.catalogs import JobCatalog
 from mint_jax.jobs.common import Config
 from mint_jax.jobs.options import GrpoSampling
@@ -36,7 +36,7 @@ from mint_jax.residency.pool import Held
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Completion, Request
 from mint_jax.train import advantages, schedule
-from mint_jax.train.batch import Group, TrainSequence
+from mint_jax.train.batch import Group
 from mint_jax.train.trainer import Trainer
 
 
@@ -249,20 +249,14 @@ def checked_reward(name: str, env: Environment, completion: Completion, example:
 
 
 def rollout_groups(sampling: GrpoSampling, rollout: Rollout, rewards_QG: np.ndarray) -> list[Group]:
-    """Scored rollouts -> groups to train on; a prompt whose rollouts all earned the same has advantage 0."""
-    advantage = advantages.group_advantages(rewards_QG, sampling.baseline, sampling.divide_by_std)
-    lengths = [len(c.tokens) for group in rollout.completions for c in group]
-    weights = iter(advantages.token_weights(lengths, sampling.normalisation, sampling.max_tokens))
-    groups = []
-    for q, (prompt, completions) in enumerate(zip(rollout.prompts, rollout.completions)):
-        sequences = []
-        for g, c in enumerate(completions):
-            n = len(c.tokens)
-            routes = c.routes if sampling.replay else None
-            sequences.append(TrainSequence(c.tokens, [next(weights)] * n, [float(advantage[q, g])] * n, c.drawn_logprobs, routes=routes))
-        prompt_routes = completions[0].prompt_routes if sampling.replay else None
-        groups.append(Group(prompt, sequences, routes=prompt_routes, temperature=sampling.temperature))
-    return groups
+    """Scored rollouts -> groups to train on; see ``episodes.to_groups``."""
+    made = []
+    for prompt, completions in zip(rollout.prompts, rollout.completions):
+        made.append([episodes.of_completion(prompt, c, sampling.temperature) for c in completions])
+    if not sampling.replay:
+        made = [[dataclasses.replace(one, routes=None, prompt_routes=None) for one in group] for group in made]
+    how = sampling.baseline, sampling.divide_by_std, sampling.normalisation, sampling.max_tokens
+    return episodes.to_groups(made, rewards_QG, *how)
 
 
 def rollout_metrics(sampling: GrpoSampling, rollout: Rollout, rewards_QG: np.ndarray) -> dict[str, float]:

@@ -3,13 +3,14 @@
 import dataclasses
 
 from mint_jax.errors import UserError
+from mint_jax.fields import Settings
 
 MAX_RANK = 1024
 LINEAR_TARGETS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
-@dataclasses.dataclass(frozen=True)
-class AdapterConfig:
+@dataclasses.dataclass(frozen=True, repr=False)
+class AdapterConfig(Settings):
     """What defines an adapter's shape and scale.
 
     Attributes:

@@ -43,10 +43,10 @@ class Base:
 
     name: str
     directory: Path
-    cfg: ModelConfig
-    params: Any
-    mesh: Mesh
-    tokenizer: Tokenizer | None
+    cfg: ModelConfig = dataclasses.field(repr=False)
+    params: Any = dataclasses.field(repr=False)
+    mesh: Mesh = dataclasses.field(repr=False)
+    tokenizer: Tokenizer | None = dataclasses.field(repr=False)
     fingerprint: str
 
     @property

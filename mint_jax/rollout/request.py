@@ -102,7 +102,7 @@ class Request:
         return 0 if self.prompt_logprobs_last_n is None else max(0, last - self.prompt_logprobs_last_n)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Completion:
     """One sampled continuation.
 
@@ -124,6 +124,7 @@ class Completion:
         target_prompt_logprobs: of the ids that the request names at each of these places; 0 for -1.
         prompt_alternatives: (id, log-probability) of the tokens drawn at each of these places.
         reused: tokens of the prompt that were in the cache when it came.
+        request: what was asked, for ``mint_jax.groups``; None unless the Python face asked.
     """
 
     tokens: list[int]
@@ -140,6 +141,11 @@ class Completion:
     target_prompt_logprobs: list[list[float]] | None = None
     prompt_alternatives: list[list[tuple[int, float]]] | None = None
     reused: int = 0
+    request: Request | None = None
+
+    def __repr__(self) -> str:
+        what = f"{len(self.tokens)} tokens" if self.text is None else f"{self.text!r:.80}, {len(self.tokens)} tokens"
+        return f"Completion({what}, {self.finish})"
 
 
 def seed_of(seed: int, sample: int) -> int:

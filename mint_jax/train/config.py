@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from mint_jax.errors import UserError, choice
+from mint_jax.fields import Settings
 from mint_jax.lora.config import AdapterConfig
 
 BUILT_IN = {  # losses and what each needs of the data, as ``losses.reads`` finds it
@@ -33,7 +34,7 @@ class Registered(NamedTuple):
     needs: frozenset[str]
 
 
-registered: dict[str, Registered] = {}  # by name; see ``losses.register``
+registered: dict[str, Registered] = {}  # by name; see ``losses.register_loss``
 
 
 def known_kinds() -> tuple[str, ...]:
@@ -48,8 +49,8 @@ def needs(kind: str) -> frozenset[str]:
     return BUILT_IN[kind] if kind in BUILT_IN else registered[kind].needs
 
 
-@dataclasses.dataclass(frozen=True)
-class LossConfig:
+@dataclasses.dataclass(frozen=True, repr=False)
+class LossConfig(Settings):
     """One policy's loss; see ``losses`` for the formulas.
 
     Attributes:
@@ -77,12 +78,20 @@ class LossConfig:
     reference: str = "start"
 
     def __post_init__(self):
+        super().__post_init__()
         if not self.reference:
             raise UserError("loss.reference is empty; expected 'start', 'base' or a revision's name")
         if self.kind not in known_kinds():
             raise choice("loss", self.kind, known_kinds())
         if self.kl_kind not in KL_KINDS:
             raise choice("kl_kind", self.kl_kind, KL_KINDS)
+        sizes = {"clip_low": 0 <= self.low <= 1, "clip_high": self.clip_high >= 0, "kl": 0 <= self.kl < math.inf}
+        sizes |= {"band_low": 0 <= self.band_low <= self.band_high, "dpo_beta": self.dpo_beta > 0, "dro_beta": self.dro_beta >= 0}
+        if wrong := [name for name, fine in sizes.items() if not fine]:
+            raise UserError(
+                f"loss.{wrong[0]} is {getattr(self, wrong[0])}; expected 0 <= clip_low <= 1, clip_high >= 0, a finite kl >= 0, "
+                "0 <= band_low <= band_high, dpo_beta > 0, dro_beta >= 0"
+            )
         if self.kl_kind == "k1" and "advantages" not in needs(self.kind):
             raise UserError(f"kl_kind 'k1' adjusts advantages, which loss {self.kind!r} has none of: use 'k3' or 'none'")
 
@@ -113,8 +122,8 @@ class LossConfig:
         return self.kind not in ("cross_entropy", "dpo")
 
 
-@dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
+@dataclasses.dataclass(frozen=True, repr=False)
+class OptimizerConfig(Settings):
     """AdamW of one policy (arXiv 1711.05101) and its learning-rate schedule.
 
     Attributes:
@@ -141,6 +150,7 @@ class OptimizerConfig:
     final_fraction: float = 0.0
 
     def __post_init__(self):
+        super().__post_init__()
         if self.schedule not in SCHEDULES:
             raise choice("schedule", self.schedule, SCHEDULES)
         if self.schedule != "constant" and self.total_steps <= self.warmup_steps:
@@ -152,8 +162,8 @@ class OptimizerConfig:
             raise UserError(f"learning_rate is {self.learning_rate}; expected a finite number >= 0")
 
 
-@dataclasses.dataclass(frozen=True)
-class PolicyConfig:
+@dataclasses.dataclass(frozen=True, repr=False)
+class PolicyConfig(Settings):
     """What defines one policy in training."""
 
     name: str

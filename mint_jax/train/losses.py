@@ -4,7 +4,7 @@ Every loss is a sum over target tokens of ``weight * per-token loss`` (or over p
 normalisation, computed on the host when the batch is built (``advantages.token_weights``), so that a gradient
 accumulated over micro-batches equals that of the whole batch.
 
-A loss is one function, ``Tokens -> per-token loss [B, M]``. The built-in ones are in ``BUILT_IN``; ``register`` adds others at
+A loss is one function, ``Tokens -> per-token loss [B, M]``. The built-in ones are in ``BUILT_IN``; ``register_loss`` adds others at
 run time. What a loss needs of the data is found by tracing it once: the fields of ``Tokens`` that it reads.
 
 A token's log-probability is known three times: of the *sampler* when it was drawn (``old_logp``), of the trainer before the
@@ -157,7 +157,7 @@ BUILT_IN: dict[str, LossFn] = {
 CLIPPING = ("ppo", "gspo", "cispo")  # whose metrics count the tokens at which a clip binds
 
 
-def register(name: str, fn: LossFn) -> None:
+def register_loss(name: str, fn: LossFn) -> None:
     """Adds a loss, which ``LossConfig(name)`` and ``loss.kind`` in a config then name. A second function of a name replaces the first.
 
         def clipped_reinforce(t):  # t is a Tokens; returns the loss of each token, [B, M]
@@ -197,7 +197,7 @@ def name_of(fn: LossFn) -> str:
     own = re.sub(r"\W", "", getattr(fn, "__name__", "")) or type(fn).__name__
     own = "loss" if own == "lambda" else own
     name = next(n for n in (own, *(f"{own}_{i}" for i in range(2, len(registered) + 4))) if n not in known_kinds())
-    register(name, fn)
+    register_loss(name, fn)
     return name
 
 

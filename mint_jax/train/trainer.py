@@ -210,14 +210,13 @@ class Trainer:
 
     def gradients(self, groups: Mapping[str, Sequence[Group]]) -> tuple[dict[str, Any], dict[str, dict[str, float]]]:
         """The gradients of these groups alone, and their metrics, by policy; the state stays as it is."""
-        before = {name: self._one(name) for name in self._order(list(groups))}
+        before, versions = {name: self._one(name) for name in self._order(list(groups))}, dict(self.versions)
         try:
             for name, one in before.items():
                 self._put(name, one._replace(grad=jax.tree.map(np.zeros_like, one.grad)))
             totals = self.forward_backward(groups)
             return {name: self.gradient(name) for name in before}, {name: summarise(totals[name]) for name in before}
         finally:
-            versions = dict(self.versions)
             for name, one in before.items():
                 self._put(name, one)
             self.versions = versions
@@ -303,6 +302,11 @@ class Trainer:
         lora_tree.check_fits(adapter, config, self.specs, f"reference of policy {name!r}")
         self._references[name] = config, adapter
         self._resident = None
+
+    def reference(self, name: str) -> tuple[AdapterConfig, Any] | None:
+        """The frozen adapter that ``refer`` set for a policy; None where it is compared with the bare base."""
+        self._order([name])
+        return self._references.get(name)
 
     def references(self) -> tuple[Stacks, dict[str, Slot]]:
         """The frozen adapters of the references, and which slot each policy's is; a policy without one has the bare base.

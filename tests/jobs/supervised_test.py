@@ -33,8 +33,8 @@ def base():
 def test_a_registered_loss_is_one_of_the_jobs_that_can_feed_it(monkeypatch):
     for name in ("focal", "of_rewards"):
         monkeypatch.setitem(registered, name, None)  # and away again
-    losses.register("focal", lambda t: -((1 - jnp.exp(t.logp)) ** 2) * t.logp)
-    losses.register("of_rewards", lambda t: -t.advantages * t.logp)
+    losses.register_loss("focal", lambda t: -((1 - jnp.exp(t.logp)) ** 2) * t.logp)
+    losses.register_loss("of_rewards", lambda t: -t.advantages * t.logp)
     assert config_of("sft", {"loss": {"kind": "focal"}}).policies.a.loss.kind == "focal"
     grpo = {"env": {"name": "digit_sum"}, "adapter": {"rank": 2}}
 

@@ -8,7 +8,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LEVELS = [
-    {"launch", "figures", "api", "report", "top"},  # figures runs launch
+    {"api"},
+    {"launch", "figures", "report", "top"},  # figures runs launch
     {"jobs"},
     {"sweeps"},
     {"bench", "aot"},
@@ -34,7 +35,7 @@ LEVELS = [
         "safetensors_header",
         "interrupts",
     },
-    {"errors", "files"},  # all may raise a UserError, and write a file
+    {"errors", "fields", "files"},  # all may raise a UserError, and write a file
 ]
 ONLY_IN = {  # optional packages, and what only one place may know
     "torch": "bench/",

@@ -272,7 +272,7 @@ def tempered(t):
 
 
 def test_a_registered_loss_is_the_sum_of_weight_times_what_it_returns(rng, registered):
-    losses.register("tempered", tempered)
+    losses.register_loss("tempered", tempered)
     custom = losses.functions_of(["tempered", "ppo"])
     assert custom == (tempered,)
     assert config.needs("tempered") == {"advantages", "old_logp", "ref_logp"}
@@ -294,7 +294,7 @@ def test_a_registered_loss_is_the_sum_of_weight_times_what_it_returns(rng, regis
 
 
 def test_a_registered_loss_with_infinite_derivatives_leaves_its_neighbours_bits(rng, registered):
-    losses.register("steep", lambda t: jnp.sqrt(t.logp + 1.0) / t.advantages)
+    losses.register_loss("steep", lambda t: jnp.sqrt(t.logp + 1.0) / t.advantages)
     custom = losses.functions_of(["steep"])
     logp, targets = draw(rng, 3)
     logp[:, 0] = -1.0  # where the root's derivative is infinite
@@ -330,7 +330,7 @@ def test_a_registered_loss_with_infinite_derivatives_leaves_its_neighbours_bits(
 )
 def test_a_function_that_is_no_loss_is_refused_when_it_is_registered(name, fn, says, registered):
     with pytest.raises(UserError, match=says):
-        losses.register(name, fn)
+        losses.register_loss(name, fn)
     assert config.known_kinds() == KINDS
 
 
@@ -338,5 +338,5 @@ def test_functions_without_a_name_get_one_each(registered):
     first, second = (lambda t: -t.logp), (lambda t: -2 * t.logp)
     names = [losses.name_of(fn) for fn in (first, second, first, tempered)]
     assert names == ["loss", "loss_2", "loss", "tempered"]
-    losses.register("tempered", first)
+    losses.register_loss("tempered", first)
     assert losses.functions_of(["tempered"]) == (first,), "a cell that runs again replaces its function"

@@ -1,0 +1,108 @@
+"""The Python face: a resident base, policies over it and a catalog, by the very objects that jobs use.
+
+    import mint_jax as mint
+
+    base = mint.load("smollm2-135m-instruct")
+    policy = base.policy("adder", rank=8, learning_rate=1e-3)
+    for _ in range(8):
+        policy.train_step([{"prompt": "2 + 2 =", "completion": " 4"}, {"prompt": "3 + 4 =", "completion": " 7"}])
+    print(base.sample("3 + 5 ="), policy.sample("3 + 5 ="))
+    with mint.open("runs/mine", create=True) as catalog:
+        policy.save(catalog, why="first lesson")
+        print(base.sample("3 + 5 =", catalog["adder@latest"]))
+
+``load`` and ``Model`` are in ``model``, ``open`` in ``store``; here is what runs jobs.
+"""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from mint_jax import compiling, host, launch
+from mint_jax import mesh as mesh_lib
+from mint_jax.api.evaluation import Evaluation
+from mint_jax.api.inputs import as_seed
+from mint_jax.api.model import Model
+from mint_jax.api.policy import Policy
+from mint_jax.api.store import Store, Stored, open
+from mint_jax.errors import UserError, choice
+from mint_jax.jobs import settings
+from mint_jax.models import base as base_lib
+
+__all__ = ["Evaluation", "Model", "Policy", "Store", "Stored", "config", "load", "open", "read_config", "run"]
+
+
+def load(name: str, dtype: str = "float32", quantise: str = "", mesh: Mesh | None = None, seed: int = 0) -> Model:
+    """Loads a base model onto all devices of this process, or onto those of ``mesh``.
+
+    Args:
+        name: a directory, a packaged base or a hub's name.
+        dtype: of storage and compute: ``float32`` or ``bfloat16``.
+        quantise: ``int8`` or ``float8`` stores the layers' matrices in 8 bits.
+        seed: adapters and samples derive from it; the same calls then give the same tokens.
+
+    Raises:
+        UserError: no such base, or one that cannot be read.
+    """
+    if not isinstance(name, str | Path):
+        raise UserError(f"base is {name!r}; expected a directory, a packaged base or a hub's name")
+    seed = as_seed(seed)
+    prepare()
+    return Model(base_lib.load(str(name), mesh or mesh_lib.make_mesh(), dtype, quantise=quantise), seed)
+
+
+def config(job: str, **values: Any) -> ConfigDict:
+    """Returns a job's config: every setting at its default but for those given, as a file's ``get_config`` returns it.
+
+        mint.config("sft", base="smollm2-135m-instruct", steps=20,
+                    policies={"adder": {"data": {"env": "digit_sum"}, "adapter": {"rank": 8}}})
+
+    Raises:
+        UserError: an unknown job or setting, or one that is missing; ``docs/settings.md`` has them all.
+    """
+    return settings.complete(ConfigDict({"job": job, **values}))
+
+
+def read_config(name: str | Path, **changes: Any) -> ConfigDict:
+    """Reads a shipped config or one of yours, ``FILE`` or ``FILE:ARGUMENT``, as ``--config`` takes it, with settings changed.
+
+        mint.read_config("configs/bench/handoff.py:ci", n=3)
+
+    Raises:
+        UserError: no such file, an argument that it refuses, an unknown setting, or a value of another type.
+    """
+    config, declared = launch.load(str(name))
+    if declared is None and (unknown := [setting for setting in changes if setting not in config]):  # a bench's are those of its file
+        raise choice("setting", unknown[0], list(config))
+    try:
+        config.update(changes)
+    except TypeError as error:
+        raise UserError(f"{name}: {error}") from None
+    return settings.complete(config)
+
+
+def run(config: ConfigDict, workdir: str | Path) -> dict[str, Any]:
+    """Runs a job as ``python -m mint_jax.launch`` does, in this process; returns its result, which ``WORKDIR/result.json`` keeps.
+
+    Raises:
+        UserError: no config, or one that the job refuses.
+    """
+    if not isinstance(config, ConfigDict):
+        raise UserError(f"config is {config!r:.80}; expected what mint.config or mint.read_config returns")
+    settings.complete(config)
+    prepare()
+    return launch.run(config, Path(workdir))
+
+
+@functools.cache
+def prepare() -> None:
+    """Settings of the process, as ``launch`` makes them."""
+    host.leave_out_absent_tpu()
+    host.threads_for_simulated_devices()
+    host.keep_freed_memory()
+    host.run_in_the_calling_thread()
+    host.use_compilation_cache(base_lib.cache_dir() / "compiled")
+    compiling.announce()

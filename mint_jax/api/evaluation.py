@@ -1,0 +1,86 @@
+"""Held-out rewards of a policy, a revision or the base: their mean and its standard error."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from mint_jax.api.inputs import Prompt, one_by_one
+from mint_jax.envs import env as env_lib
+from mint_jax.envs import scoring
+from mint_jax.envs.env import Environment, Example, ListEnvironment
+from mint_jax.errors import UserError
+from mint_jax.rollout.request import Completion
+
+Task = str | Environment | Callable[[str, Any], float]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Evaluation:
+    """Rewards of completions of held-out prompts.
+
+    Attributes:
+        mean: over prompts, of the mean over a prompt's completions.
+        standard_error: of that mean, from the spread between prompts; NaN with one prompt.
+        rewards: of every completion, a list for each prompt.
+        completions: in the same order.
+    """
+
+    mean: float
+    standard_error: float
+    rewards: list[list[float]]
+    completions: list[list[Completion]]
+
+    def __repr__(self) -> str:
+        return f"Evaluation({self.mean:.4g} ± {self.standard_error:.2g}, {len(self.rewards)} prompts)"
+
+
+def task_of(task: Any, prompts: Any) -> tuple[Any, list[Example]]:
+    """The environment that a task means, and its held-out examples.
+
+    Args:
+        task: an environment, the name of one, or a reward: a function of (completion's text, prompt).
+        prompts: for a function; for an environment in place of its own.
+
+    Raises:
+        UserError: none of these, or a function without prompts.
+    """
+    if isinstance(task, str):
+        task = env_lib.make(task)
+    if callable(task) and not hasattr(task, "reward"):
+        if prompts is None:
+            raise UserError("prompts are missing: a reward function is evaluated on prompts=[...]")
+        fn = task
+        task = ListEnvironment((), (), lambda text, example: fn(text, example.messages))
+    elif not callable(getattr(task, "reward", None)) or not hasattr(task, "held_out"):
+        raise UserError(f"task is {task!r:.80}; expected a function of (text, prompt), an environment, or the name of one")
+    if prompts is None:
+        return task, list(task.held_out)
+    return task, [one if isinstance(one, Example) else Example(one, "") for one in one_by_one(prompts, "prompts")]
+
+
+def evaluate(
+    who: str,
+    task: Task,
+    prompts: Sequence[Prompt] | None,
+    examples: int | None,
+    sample: Callable[[list[Prompt]], list[list[Completion]]],
+) -> Evaluation:
+    """Samples held-out prompts and scores the completions.
+
+    Raises:
+        UserError: see ``task_of`` and ``scoring.score``.
+    """
+    env, held_out = task_of(task, prompts)
+    if examples is not None and (isinstance(examples, bool) or not isinstance(examples, int) or examples < 1):
+        raise UserError(f"examples is {examples!r}; expected how many held-out prompts are sampled, at least 1")
+    held_out = held_out[:examples]
+    if not held_out:
+        raise UserError("the task has no held-out prompts: give prompts=[...]")
+    completions = sample([one.messages for one in held_out])
+    rewards = [[scoring.score(who, env, c.text or "", example) for c in some] for some, example in zip(completions, held_out)]
+    means = np.array([np.mean(mine) for mine in rewards], np.float64)
+    error = float(means.std(ddof=1) / math.sqrt(len(means))) if len(means) > 1 else math.nan
+    return Evaluation(float(means.mean()), error, rewards, completions)

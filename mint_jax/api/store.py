@@ -1,0 +1,101 @@
+"""A catalog by names, for notebooks."""
+
+import dataclasses
+from pathlib import Path
+
+from mint_jax.catalog.lifecycle import Catalog
+from mint_jax.errors import UserError
+from mint_jax.jobs.catalogs import JobCatalog
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Stored:
+    """A revision: what a name stood for when it was looked up.
+
+    Attributes:
+        store: the catalog it is in.
+        name: ``policy@number``.
+        digest: of its bytes.
+    """
+
+    store: JobCatalog
+    name: str
+    digest: str
+
+    def __repr__(self) -> str:
+        return f"Stored({self.name!r}, {self.digest[:12]}, in {self.store.place!r})"
+
+
+class Store:
+    """An open catalog, a context manager.
+
+    ``store["adder@latest"]`` looks a revision up by ``policy@alias``, ``policy@number`` or digest. ``store.catalog`` has everything
+    else: promote, roll back, list, tag, retire.
+    """
+
+    def __init__(self, place: JobCatalog):
+        self._place: JobCatalog | None = place
+        self._name = place.place
+
+    def __repr__(self) -> str:
+        return f"Store({self._name!r}{'' if self._place else ', closed'})"
+
+    @property
+    def place(self) -> JobCatalog:
+        """The catalog as jobs see it.
+
+        Raises:
+            UserError: it was closed.
+        """
+        if self._place is None:
+            raise UserError(f"the catalog {self._name} was closed: open it again with mint.open")
+        return self._place
+
+    @property
+    def catalog(self) -> Catalog:
+        """The catalog itself."""
+        return self.place.main
+
+    def __getitem__(self, name: str) -> Stored:
+        """The revision that a name stands for now.
+
+        Raises:
+            UserError: an unknown name.
+        """
+        if not isinstance(name, str):
+            raise UserError(f"revision is {name!r}; expected a name, 'policy@latest', 'policy@3' or a digest")
+        found = self.catalog.resolve(name)
+        return Stored(self.place, f"{found.policy}@{found.number}", found.digest)
+
+    def close(self) -> None:
+        """Closes the database's connections."""
+        if self._place is not None:
+            self._place.close()
+            self._place = None
+
+    def __enter__(self) -> "Store":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def open(place: str | Path, payloads: str = "", create: bool = False) -> Store:
+    """Opens a catalog.
+
+    Args:
+        place: its folder, or its database's URL.
+        payloads: folder, ``s3://`` or ``gs://`` of the payloads; needed with a URL.
+        create: make the catalog where there is none.
+
+    Raises:
+        UserError: there is none, or it cannot be opened.
+    """
+    if not isinstance(place, str | Path) or not str(place):
+        raise UserError(f"place is {place!r}; expected a catalog's folder or its database's URL")
+    text = str(Path(place).expanduser()) if "://" not in str(place) else str(place)
+    file = Path(text.removeprefix("sqlite:///")) if text.startswith("sqlite:///") else Path(text) / "catalog.db"
+    is_local = "://" not in text or text.startswith("sqlite:///")
+    if not create and is_local and not file.is_file():
+        raise UserError(f"there is no catalog in {text}: check the path, or make a new one with mint.open({text!r}, create=True)")
+    return Store(JobCatalog(text, payloads, create=True))
