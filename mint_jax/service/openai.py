@@ -1,7 +1,8 @@
 """OpenAI's API over one engine, with vLLM's fields and its endpoints for adapters, under ``/v1`` and ``/oai/api/v1``.
 
     GET  /models  /models/{name}                          the base, loaded adapters, the tenant's policies
-    POST /completions  /chat/completions                  one body, or server-sent events
+    POST /completions  /chat/completions  /responses      one body, or server-sent events
+    GET, DELETE /responses/{id}                           responses that were kept
     POST /load_lora_adapter  /unload_lora_adapter         vLLM's
 
 A name is resolved once a request; the answer names the revision in ``mint_revision`` and ``x-mint-revision`` (``base`` for the bare
@@ -19,7 +20,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse
+from starlette.responses import Response as HttpResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -34,18 +36,22 @@ from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import BadField, ContextExceeded
 from mint_jax.rollout.request import Request as Asking
 from mint_jax.rollout.stream import Piece, Stream
-from mint_jax.service import fields, openai_types
+from mint_jax.service import fields, openai_types, responses
 from mint_jax.service.durable import Unavailable
 from mint_jax.service.growing import TokenTexts
 from mint_jax.service.handover import Handover, Inbox
 from mint_jax.service.openai_answers import Answer
 from mint_jax.service.openai_types import TOO_LONG, Asked, Bounds
 from mint_jax.service.quotas import Busy, OverQuota
-from mint_jax.service.weights import NotFound, Taken, Weights
+from mint_jax.service.responses import Response, Store, Unknown
+from mint_jax.service.weights import Model, NotFound, Taken, Weights
 
 PREFIXES = ("/v1", "/oai/api/v1")
 MOST_LISTED = 1000
 HEADER = "x-mint-revision"
+
+
+Make = Callable[[dict[str, Any], Model, str], Answer | Response]  # of a body, the model that it names, and the tenant
 
 
 class Serves(Protocol):
@@ -79,6 +85,9 @@ def routes(serves: Serves) -> list[Route]:
         ("/models/{name:path}", "GET", api.model),
         ("/completions", "POST", api.completions),
         ("/chat/completions", "POST", api.chats),
+        ("/responses", "POST", api.responses),
+        ("/responses/{id}", "GET", api.response),
+        ("/responses/{id}", "DELETE", api.delete_response),
         ("/load_lora_adapter", "POST", api.load),
         ("/unload_lora_adapter", "POST", api.unload),
     ]
@@ -134,6 +143,8 @@ def failure(error: Exception) -> JSONResponse:
         status, kind, code = 403, "permission_error", "insufficient_quota"
     elif isinstance(error, DatabaseFailed | StorageFailed | Unavailable):
         status, kind = 503, "server_error"
+    elif isinstance(error, Unknown) and error.param is None:
+        status = 404
     elif isinstance(error, fields.BadRequest):
         code = error.code
     elif not isinstance(error, UserError):
@@ -147,7 +158,7 @@ class _Job:
     """A body that is being sampled for: a stream for each prompt."""
 
     asked: Asked
-    answer: Answer
+    answer: Answer | Response
     streams: list[Stream]
 
     @property
@@ -166,19 +177,45 @@ class _Api:
         tokenizer = serves.base.tokenizer
         self._texts = None if tokenizer is None else TokenTexts(tokenizer)
         self._handover: Handover | None = None
+        self._store = Store()
         self._fingerprint = f"mint-jax-{mint_jax.__version__}-{serves.base.fingerprint[:12]}"
 
     # -- completions and chats
 
-    async def completions(self, request: Request, send: Send) -> Response | None:
-        return await self._serve(request, send, openai_types.completion_of)
+    async def completions(self, request: Request, send: Send) -> HttpResponse | None:
+        return await self._serve(request, send, self._completion)
 
-    async def chats(self, request: Request, send: Send) -> Response | None:
-        return await self._serve(request, send, openai_types.chat_of)
+    async def chats(self, request: Request, send: Send) -> HttpResponse | None:
+        return await self._serve(request, send, self._chat)
 
-    async def _serve(self, request: Request, send: Send, read: Callable[..., Asked]) -> Response | None:
+    async def responses(self, request: Request, send: Send) -> HttpResponse | None:
+        return await self._serve(request, send, self._response)
+
+    def _completion(self, body: dict[str, Any], model: Model, tenant: str) -> Answer:
+        return self._answer(openai_types.completion_of, body, model)
+
+    def _chat(self, body: dict[str, Any], model: Model, tenant: str) -> Answer:
+        return self._answer(openai_types.chat_of, body, model)
+
+    def _response(self, body: dict[str, Any], model: Model, tenant: str) -> Response:
+        asked = responses.asked_of(body, tenant, self._store)
+        try:
+            return Response(self._answer(openai_types.chat_of, asked.chat, model), asked, tenant, self._store)
+        except fields.BadRequest as error:
+            raise responses.own_names(error) from None
+
+    def _answer(self, read: Callable[..., Asked], body: dict[str, Any], model: Model) -> Answer:
+        base, engine = self._serves.base, self._serves.engine
+        # of an answer without a limit: what the cache holds of one sample, a page for each of its two ends left out
+        room = min(base.cfg.context, max(1, engine.cache.most - 2) * PAGE)
+        assert self._texts is not None, "there is a tokenizer"
+        tokenizer = base.need_tokenizer()
+        asked = read(body, tokenizer, room, self._serves.bounds)
+        return Answer(asked, model, self._texts, tokenizer.decode, self._fingerprint)
+
+    async def _serve(self, request: Request, send: Send, make: Make) -> HttpResponse | None:
         raw, tenant = await request.body(), self._serves.tenant(request)
-        beginning = asyncio.ensure_future(asyncio.to_thread(self._begin, raw, tenant, read))
+        beginning = asyncio.ensure_future(asyncio.to_thread(self._begin, raw, tenant, make))
         try:
             job = await asyncio.shield(beginning)
         except asyncio.CancelledError:
@@ -190,29 +227,26 @@ class _Api:
                 return None
             await self._ended(job)
             body = job.answer.whole([stream.result(0) for stream in job.streams])
-        return Response(json.dumps(body), headers={HEADER: job.header}, media_type="application/json")
+        return HttpResponse(json.dumps(body), headers={HEADER: job.header}, media_type="application/json")
 
-    def _begin(self, raw: bytes, tenant: str, read: Callable[..., Asked]) -> _Job:
+    def _begin(self, raw: bytes, tenant: str, make: Make) -> _Job:
         """Reads a body and asks the engine; in a thread.
 
         Raises:
             UserError, QueueFull: nothing of it is left in the engine.
         """
         try:
-            return self._submitted(fields.parse(raw), tenant, read)
+            return self._submitted(fields.parse(raw), tenant, make)
         except RecursionError:
             raise fields.BadRequest(None, "the body is nested too deeply: flatten it") from None
 
-    def _submitted(self, body: dict[str, Any], tenant: str, read: Callable[..., Asked]) -> _Job:
+    def _submitted(self, body: dict[str, Any], tenant: str, make: Make) -> _Job:
         model = self._serves.weights.resolve(openai_types.model_of(body), tenant)
-        engine, tokenizer = self._serves.engine, self._serves.base.need_tokenizer()
-        if not engine.serves:
+        self._serves.base.need_tokenizer()
+        if not self._serves.engine.serves:
             raise Unavailable("sampling has stopped: ask when the server is there again")
-        # of an answer without a limit: what the cache holds of one sample, a page for each of its two ends left out
-        room = min(self._serves.base.cfg.context, max(1, engine.cache.most - 2) * PAGE)
-        asked = read(body, tokenizer, room, self._serves.bounds)
-        assert self._texts is not None, "there is a tokenizer"
-        answer = Answer(asked, model, self._texts, tokenizer.decode, self._fingerprint)
+        answer = make(body, model, tenant)
+        asked = answer.asked
         streams: list[Stream] = []
         try:
             for prompt in asked.prompts:
@@ -224,7 +258,8 @@ class _Api:
                 stream.cancel()
             if isinstance(error, BadField):
                 code = TOO_LONG if isinstance(error, ContextExceeded) else None
-                raise fields.BadRequest(asked.names.get(error.field, error.field), str(error), code) from None
+                refused = fields.BadRequest(asked.names.get(error.field, error.field), str(error), code)
+                raise (responses.own_names(refused) if isinstance(answer, Response) else refused) from None
             raise
         return _Job(asked, answer, streams)
 
@@ -263,7 +298,7 @@ class _Api:
             except Exception as error:
                 if not begun:
                     raise
-                await _send(send, [json.loads(bytes(failure(error).body))])
+                await _send(send, job, answer.failed(json.loads(bytes(failure(error).body))["error"]))
                 break
             left -= ended
             if not begun:
@@ -271,15 +306,23 @@ class _Api:
                 headers.append((HEADER.encode(), job.header.encode()))
                 await send({"type": "http.response.start", "status": 200, "headers": headers})
                 begun = True
-            await _send(send, chunks)
+            await _send(send, job, chunks)
         else:
             if job.asked.usage:
-                await _send(send, [answer.usage_chunk([stream.result(0) for stream in job.streams])])
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+                await _send(send, job, [answer.usage_chunk([stream.result(0) for stream in job.streams])])
+        await send({"type": "http.response.body", "body": answer.end.encode(), "more_body": False})
+
+    async def response(self, request: Request, _: Send) -> HttpResponse:
+        return JSONResponse(self._store.get(self._serves.tenant(request), request.path_params["id"])[0])
+
+    async def delete_response(self, request: Request, _: Send) -> HttpResponse:
+        id = request.path_params["id"]
+        self._store.delete(self._serves.tenant(request), id)
+        return JSONResponse({"id": id, "object": "response", "deleted": True})
 
     # -- models and adapters
 
-    async def models(self, request: Request, _: Send) -> Response:
+    async def models(self, request: Request, _: Send) -> HttpResponse:
         limit, after = request.query_params.get("limit", "100"), request.query_params.get("after")
         if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= MOST_LISTED):
             raise fields.wrong("limit", limit, f"an integer from 1 to {MOST_LISTED}")
@@ -288,11 +331,11 @@ class _Api:
         edges = {"first_id": ids[0], "last_id": ids[-1]} if ids else {"first_id": None, "last_id": None}
         return JSONResponse({"object": "list", "data": page.cards, "has_more": page.more} | edges)
 
-    async def model(self, request: Request, _: Send) -> Response:
+    async def model(self, request: Request, _: Send) -> HttpResponse:
         name = request.path_params["name"]
         return JSONResponse(await asyncio.to_thread(self._serves.weights.card, name, self._serves.tenant(request)))
 
-    async def load(self, request: Request, _: Send) -> Response:
+    async def load(self, request: Request, _: Send) -> HttpResponse:
         body = fields.parse(await request.body())
         name, path = (fields.text(key, body.get(key), empty=False) for key in ("lora_name", "lora_path"))
         inplace = fields.flag(body, "load_inplace")
@@ -302,7 +345,7 @@ class _Api:
             raise fields.BadRequest("lora_name", str(taken)) from None
         return PlainTextResponse(f"Success: adapter {name!r} is loaded, revision {model.digest}.")
 
-    async def unload(self, request: Request, _: Send) -> Response:
+    async def unload(self, request: Request, _: Send) -> HttpResponse:
         body = fields.parse(await request.body())
         name = fields.text("lora_name", body.get("lora_name"), empty=False)
         await asyncio.to_thread(self._serves.weights.unload, name, self._serves.tenant(request))
@@ -318,9 +361,9 @@ def _read(job: _Job, came: Sequence[tuple[int, Piece | None]]) -> tuple[list[dic
     return chunks, len(ended)
 
 
-async def _send(send: Send, chunks: Sequence[dict[str, Any]]) -> None:
+async def _send(send: Send, job: _Job, chunks: Sequence[dict[str, Any]]) -> None:
     if chunks:
-        data = "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks)
+        data = "".join(map(job.answer.written, chunks))
         await send({"type": "http.response.body", "body": data.encode(), "more_body": True})
 
 

@@ -1,6 +1,7 @@
 """What is answered: a body for completions or a chat, or the chunks of one while it comes."""
 
 import dataclasses
+import json
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -46,7 +47,7 @@ class Answer:
     def __init__(self, asked: Asked, model: Model, texts: TokenTexts, decode: Callable[[list[int]], str], fingerprint: str = ""):
         self.asked, self.model, self._texts, self._fingerprint = asked, model, texts, fingerprint
         self.id = f"{'chatcmpl' if asked.chat else 'cmpl'}-{secrets.token_hex(12)}"
-        self._created = int(time.time())
+        self.created = int(time.time())
         marker = None if asked.tools is None else asked.tools.marker
         self._growing = [
             Growing(decode, texts, prompt.tokens, asked.request.stop, marker)
@@ -168,10 +169,20 @@ class Answer:
             extra["mint_revision"] = self.model.digest
         return [*out, self._frame(self._chunk, [choice]) | extra]
 
+    def failed(self, error: dict[str, Any]) -> list[dict[str, Any]]:
+        """Returns what ends a stream that has begun."""
+        return [{"error": error}]
+
+    def written(self, chunk: dict[str, Any]) -> str:
+        """Returns a chunk as a stream has it."""
+        return f"data: {json.dumps(chunk)}\n\n"
+
+    end = "data: [DONE]\n\n"  # of a stream
+
     # -- parts
 
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self._created, "model": self.asked.model, "choices": choices} | {
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.asked.model, "choices": choices} | {
             "system_fingerprint": self._fingerprint
         }
 

@@ -120,6 +120,13 @@ def model_of(body: dict[str, Any]) -> str:
     return fields.text("model", body.get("model"), empty=False)
 
 
+def refuse_used(body: dict[str, Any], unsupported: Mapping[str, tuple[Any, ...]]) -> None:
+    """Refuses fields that are not supported, by the values of each that mean "not used"."""
+    for name, unused in unsupported.items():
+        if body.get(name) not in unused:
+            raise BadRequest(name, f"{name} is not supported: leave it out")
+
+
 def completion_of(body: dict[str, Any], tokenizer: Tokenizer, context: int, bounds: Bounds = OPENAI) -> Asked:
     """A body of ``/completions``.
 
@@ -177,9 +184,7 @@ def chat_of(body: dict[str, Any], tokenizer: Tokenizer, context: int, bounds: Bo
 
 def _shown(body: dict[str, Any], settings: dict[str, Any], logprobs: bool, top: int, echo: bool) -> dict[str, Any]:
     """What is told of an answer, and what of it the engine must be asked for, which goes to ``settings``."""
-    for name, unused in UNSUPPORTED.items():
-        if body.get(name) not in unused:
-            raise BadRequest(name, f"{name} is not supported: leave it out")
+    refuse_used(body, UNSUPPORTED)
     stream, options = flag(body, "stream"), fields.mapping(body, "stream_options")
     if options is not None and not stream:
         raise BadRequest("stream_options", "stream_options are given, but stream is not true: leave them out, or stream")

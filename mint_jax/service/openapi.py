@@ -16,6 +16,7 @@ from mint_jax.service import checkpoints
 from mint_jax.service.admin import MOST_LISTED
 from mint_jax.service.chat import ROLES
 from mint_jax.service.openai_types import MOST_CHOICES, MOST_PROMPTS, MOST_SAMPLES, OPENAI, UNSUPPORTED, Bounds
+from mint_jax.service.responses import UNSUPPORTED as OF_RESPONSES
 
 Schema = dict[str, Any]
 
@@ -166,6 +167,8 @@ def _openai(context: int, bounds: Bounds) -> Schema:
         "/models/{name}": {"get": told("One model.", MODEL)},
         "/completions": {"post": told("Completes prompts.", COMPLETION, body=_completion(context, bounds), kinds=streamed)},
         "/chat/completions": {"post": told("Answers a chat.", CHAT, body=_chat(context, bounds), kinds=streamed)},
+        "/responses": {"post": told("Answers input with items.", RESPONSE, body=_response(context, bounds), kinds=streamed)},
+        "/responses/{id}": {"get": told("A response that is kept.", RESPONSE), "delete": told("Forgets one.", DELETED)},
         "/load_lora_adapter": {"post": told("Names a revision, as vLLM does.", body=loaded, kinds=("text/plain",))},
         "/unload_lora_adapter": {"post": told("Takes a name back.", body=_fields({"lora_name": NAME}), kinds=("text/plain",))},
     }
@@ -239,6 +242,31 @@ def _chat(context: int, bounds: Bounds) -> Schema:
     return _fields({"model": NAME, "messages": _list(message, 1)}, **optional)
 
 
+def _response(context: int, bounds: Bounds) -> Schema:
+    shared = _sampling(context, bounds)
+    part = _fields({"type": {"enum": ["input_text", "output_text"]}, "text": TEXT})
+    message = _fields({"role": {"enum": list(ROLES)} if bounds.strict else TEXT, "content": {"anyOf": [TEXT, _list(part)]}})
+    call = _fields({"type": {"const": "function_call"}, "call_id": TEXT, "name": NAME, "arguments": {"const": "{}"}})
+    output = _fields({"type": {"const": "function_call_output"}, "call_id": TEXT, "output": TEXT})
+    asked = {
+        "instructions": TEXT,
+        "max_output_tokens": _whole(1, context),
+        "metadata": OBJECT,
+        "previous_response_id": NAME,
+        "store": FLAG,
+        "tools": _list(_fields({"type": {"const": "function"}, "name": NAME}, parameters=_or_null(OBJECT))),
+        "tool_choice": {"anyOf": [{"enum": ["none", "auto", "required"]}, OBJECT]},
+        "parallel_tool_calls": FLAG,
+        "text": _fields({}, format=_or_null(_fields({"type": {"enum": ["text", "json_object", "json_schema"]}}, schema=_or_null(OBJECT)))),
+        "include": _list(TEXT),
+        "top_logprobs": _whole(0, ALTERNATIVES),
+    }
+    unused = {name: {"enum": list(values), "description": "Not supported: leave it out."} for name, values in OF_RESPONSES.items()}
+    optional = {name: shared[name] for name in ("stream", "temperature", "top_p")} | unused
+    items = _list({"anyOf": [message, call, output]}, 1)
+    return _fields({"model": NAME, "input": {"anyOf": [TEXT, items]}}, **optional, **{k: _or_null(v) for k, v in asked.items()})
+
+
 EDGE = _or_null(TEXT)
 MODEL = _fields({"id": TEXT, "object": {"const": "model"}, "created": {"type": "integer"}, "owned_by": TEXT, "mint_revision": EDGE})
 MODELS = _fields({"object": {"const": "list"}, "data": _list(MODEL), "has_more": FLAG, "first_id": EDGE, "last_id": EDGE})
@@ -280,6 +308,12 @@ def _body(kind: str, **choice: Schema) -> Schema:
 
 COMPLETION = _body("text_completion", text=TEXT, logprobs=_or_null(TABLE))
 CHAT = _body("chat.completion", message=MESSAGE, logprobs=CONTENT)
+ITEM = _fields({"id": TEXT, "type": {"enum": ["message", "function_call"]}, "status": TEXT})
+RESPONSE = _fields(
+    {"id": TEXT, "object": {"const": "response"}, "created_at": COUNT, "status": {"enum": ["completed", "incomplete"]}, "model": TEXT}
+    | {"output": _list(ITEM), "usage": OBJECT, "mint_revision": EDGE}
+)
+DELETED = _fields({"id": TEXT, "object": {"const": "response"}, "deleted": {"const": True}})
 
 
 # -- Tinker

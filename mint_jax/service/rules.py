@@ -58,6 +58,7 @@ def _rules() -> Iterator[Rule]:
     for under in ("/v1", "/oai/api/v1"):
         yield from of(("read", "sample"), "GET", "/models", "/models/{*}", under=under)
         yield from of(("sample",), "POST", "/completions", "/chat/completions", "/responses", under=under)
+        yield from of(("sample",), "GET DELETE", "/responses/{}", under=under)
         yield from of(("admin",), "POST", "/load_lora_adapter", "/unload_lora_adapter", under=under)
 
     yield from of(None, "GET POST", "/sign-in", under="/console")
