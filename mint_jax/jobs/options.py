@@ -546,7 +546,9 @@ class Serve(WithCatalog):
             the server runs counts, from its start at the earliest.
         openai_limits: what OpenAI's API refuses is refused: a temperature above 2, more than 5 logprobs of completions, more than 4 stop
             strings, roles that it does not have; False: what the engine can do is taken.
-        body_mb: of a request's body, MB at most.
+        body_mb: of a request's body, MB at most; on paths that take no data a body may have 1 MB.
+        bodies_gib: of memory for the bodies of all requests in flight, as sent and as parsed, GiB; where there is no room a request gets
+            429 and is asked again, one that is larger by itself 413.
         tenant_requests: of one tenant in flight; more are told to come back.
         tenant_tokens: of one tenant's samples and training requests in flight, likewise; 0: any number. This and the next two are of
             tenants of which quotas.json, beside the keys, says nothing else.
@@ -578,7 +580,8 @@ class Serve(WithCatalog):
     snapshot_s: float = 60.0
     session_s: float = 86400.0
     openai_limits: bool = True
-    body_mb: Count = 256
+    body_mb: Count = 64
+    bodies_gib: float = 1.0
     tenant_requests: Count = 1000
     tenant_tokens: Natural = 0
     tenant_policies: Natural = 0

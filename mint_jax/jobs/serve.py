@@ -70,7 +70,7 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
         tokens=config.tenant_tokens or None, policies=config.tenant_policies or None, bytes=int(config.tenant_gib * 2**30) or None
     )
     quotas = Quotas(default, Path(config.api_keys) if config.api_keys else None)
-    limits = gate.Limits(body_bytes=config.body_mb << 20, tenant=config.tenant_requests, held_bytes=4 * config.body_mb << 20)
+    limits = gate.Limits(body_bytes=config.body_mb << 20, tenant=config.tenant_requests, held_bytes=int(config.bodies_gib * 2**30))
     held = Hold(workdir)
     try:
         common.save_config(config, workdir)

@@ -18,7 +18,7 @@ from mint_jax.catalog.records.database import DatabaseFailed
 from mint_jax.catalog.storage.interface import StorageFailed
 from mint_jax.errors import UserError
 from mint_jax.residency.loads import QueueFull
-from mint_jax.service import admin, connections, openai, openapi, status
+from mint_jax.service import admin, connections, exchange, openai, openapi, status
 from mint_jax.service.asking import reason_of, tenant_of
 from mint_jax.service.bodies import TooLarge, UnknownCoding
 from mint_jax.service.book import NotFound
@@ -78,6 +78,7 @@ def status_of(error: Exception) -> int:
 
 async def told(request: Request, error: Exception) -> Response:
     """An error as Tinker's clients read it."""
+    exchange.release(error)
     status = status_of(error)
     retry = getattr(error, "retry_after_s", RETRY_AFTER_S if status == 503 else None)
     headers = None if retry is None else {"retry-after": str(max(1, round(retry)))}
@@ -116,10 +117,10 @@ def make(server: Server, keys: Keys | None = None, limits: Limits | None = None,
     )
     browsers, serves = Browsers(keys), _Openai(server, bounds)
     of_tinker = [route for made in (Tinker, Sampling, Futures, Rest, MintExtras) for route in made(server).routes()]
-    exchange = _exchange(Tokens() if keys is None else keys.tokens)
+    tokens = _exchange(Tokens() if keys is None else keys.tokens)
     of_operators = [*watch.routes(), *admin.routes(server.costs), openapi.route(server.base.cfg.context, bounds)]
     of_people = Console(server, browsers, serves).routes()
-    routes = [exchange, *of_tinker, *openai.routes(serves), *of_operators, *of_people]
+    routes = [tokens, *of_tinker, *openai.routes(serves), *of_operators, *of_people]
     app = Starlette(routes=routes, exception_handlers={**dict.fromkeys(STATUSES, told), HTTPException: unrouted})  # type: ignore[arg-type]
     return watch.around(Gate(app, keys, limits, quotas=server.quotas, sessions=None if keys is None else browsers, hosts=hosts))
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import traceback
 from typing import Any
 
 LINGER_S = 2.0  # for which the body of a refused request is read and thrown away, so that the answer is not lost in a reset
@@ -120,6 +121,18 @@ def replay(body: bytes, receive: Any) -> Any:
         return waiting.pop() if waiting else await receive()
 
     return first
+
+
+def release(error: BaseException) -> None:
+    """Lets go of what the functions that raised an error have in their variables, the request's body and all that it was parsed into.
+
+    An exception keeps them through its traceback, and a task whose exception it is keeps the exception: a cycle, which stays until the
+    garbage collector looks at the oldest objects. Three refused requests of 64 MB had taken a gigabyte.
+    """
+    reason: BaseException | None = error
+    while reason is not None:
+        traceback.clear_frames(reason.__traceback__)
+        reason = reason.__cause__ or reason.__context__
 
 
 def path_of(scope: Any) -> str:

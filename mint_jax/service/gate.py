@@ -13,15 +13,18 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
+import io
 import json
 import logging
 import re
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 from mint_jax.errors import UserError
+from mint_jax.service import weight
 from mint_jax.service.binding import check_hosts, is_ours
 from mint_jax.service.bodies import TooLarge, UnknownCoding, decompress
 from mint_jax.service.exchange import Left, Refusal, Reply, Source, path_of, replay, values
@@ -29,12 +32,14 @@ from mint_jax.service.keys import SCOPES, Keys
 from mint_jax.service.quotas import Quotas
 from mint_jax.service.rules import TABLE, Rule, Table
 from mint_jax.service.tokens import is_token
+from mint_jax.service.wire.reading import is_protobuf
 
 log = logging.getLogger("mint_jax.service")
 
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 _KEY_LIKE = re.compile(r"[A-Za-z0-9_-]{43,}")
 _OPENAI = ("/v1/", "/oai/")
+_OFF_LOOP = 1 << 16  # bytes of a body from which it is weighed in a thread
 
 
 def waits(path: str) -> bool:
@@ -47,24 +52,26 @@ class Limits:
     """How much one request, one tenant and all together may have.
 
     Attributes:
-        body_bytes: of a body, as sent and decompressed.
+        body_bytes: of a body with data, as sent and decompressed.
+        small_body_bytes: the same on paths that take no data, see ``rules.Rule``.
         open_body_bytes: the same where no key is needed.
         body_s: seconds in which a body has to arrive.
         tenant, total: requests in flight, of a tenant whose quota says no other number, and of all.
-        held_bytes: of all bodies of requests in flight together.
+        held_bytes: memory of all bodies of requests in flight together, as sent and as parsed.
         waits: of which paths requests are not counted as in flight.
     """
 
     body_bytes: int = 64 << 20
+    small_body_bytes: int = 1 << 20
     open_body_bytes: int = 16 << 10
     body_s: float = 30.0
     tenant: int = 1000
     total: int = 4000
-    held_bytes: int = 512 << 20
+    held_bytes: int = 1 << 30
     waits: Callable[[str], bool] = waits
 
     def __post_init__(self):
-        for field in ("body_bytes", "open_body_bytes", "body_s", "tenant", "total", "held_bytes"):
+        for field in ("body_bytes", "small_body_bytes", "open_body_bytes", "body_s", "tenant", "total", "held_bytes"):
             if not getattr(self, field) > 0:
                 raise UserError(f"{field} is {getattr(self, field)}; expected a number above 0")
         if self.held_bytes < self.body_bytes:
@@ -78,6 +85,51 @@ class _Who:
     key: str = "-"  # its id
     by_token: bool = False
     session: str = ""  # what its requests have in common: a browser's session, or the key
+
+
+class Budget:
+    """Bytes that all requests in flight hold together."""
+
+    def __init__(self, limit: int):
+        self.limit, self.held, self.lock = limit, 0, threading.Lock()
+
+
+class Share:
+    """What one request holds of the budget until its block ends; for any thread."""
+
+    def __init__(self, budget: Budget):
+        self._budget, self._held, self._ended = budget, 0, False
+
+    def take(self, count: int) -> None:
+        """Holds bytes, where there is room.
+
+        Raises:
+            Refusal: 413, there never is; 429, there is none now.
+            Left: the request has ended; a thread still worked for it.
+        """
+        budget = self._budget
+        with budget.lock:
+            if self._ended:
+                raise Left
+            if self._held + count > budget.limit:
+                told = f"the request would take {self._held + count} bytes of memory, of at most {budget.limit}"
+                raise Refusal(413, f"{told}: send fewer data in a request")
+            if budget.held + count > budget.limit:
+                raise _busy(f"the server holds {budget.held} bytes of requests, of at most {budget.limit}")
+            budget.held += count
+            self._held += count
+
+    def give(self, count: int) -> None:
+        with self._budget.lock:
+            self._budget.held -= count
+            self._held -= count
+
+    def __enter__(self) -> "Share":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended = True
+        self.give(self._held)
 
 
 class Sessions(Protocol):
@@ -122,7 +174,7 @@ class Gate:
         self.app, self.keys, self.limits, self.table, self.sessions = app, keys, limits or Limits(), table, sessions
         self.quotas, self.hosts = quotas or Quotas(), check_hosts(hosts)
         self.in_flight: collections.Counter[str] = collections.Counter()  # by tenant
-        self.held_bytes = 0
+        self.budget = Budget(self.limits.held_bytes)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -143,9 +195,9 @@ class Gate:
                     raise Refusal(400, f"the request is for {path[:80]!r}; send a path that begins with '/', and the host in Host")
                 who = _Who() if is_open and self.keys is not None else self._who(scope, path)
                 self._check_scope(rule, who, scope["method"], path)
-                with self._counted(None if is_open or self.limits.waits(path) else who.tenant), self._holding() as hold:
-                    limit = self.limits.open_body_bytes if is_open else self.limits.body_bytes
-                    body = await self._body(scope["headers"], source, limit, hold)
+                with self._counted(None if is_open or self.limits.waits(path) else who.tenant), Share(self.budget) as share:
+                    body = await self._body(scope["headers"], source, self._most(rule), share)
+                    await self._weigh(body, rule, scope["headers"], share)
                     state = {"tenant": who.tenant, "scopes": who.scopes, "key": who.key, "by_token": who.by_token, "session": who.session}
                     state = {**scope.get("state", {}), **state, "request_id": reply.id}
                     inner = {**scope, "headers": _plain(scope["headers"], len(body)), "state": state}
@@ -250,56 +302,61 @@ class Gate:
             if not self.in_flight[tenant]:
                 del self.in_flight[tenant]
 
-    @contextlib.contextmanager
-    def _holding(self) -> Iterator[Callable[[int], None]]:
-        """Yields what is told of bytes that this request keeps until it ends."""
-        mine = 0
+    def _most(self, rule: Rule | None) -> int:
+        """Returns the bytes that a body may have under a rule."""
+        if rule is not None and rule.open:
+            return self.limits.open_body_bytes
+        has_data = rule is not None and rule.data
+        return self.limits.body_bytes if has_data else min(self.limits.small_body_bytes, self.limits.body_bytes)
 
-        def hold(more: int) -> None:
-            nonlocal mine
-            if self.held_bytes + more > self.limits.held_bytes:
-                raise _busy(f"the server holds {self.held_bytes} bytes of requests")
-            self.held_bytes += more
-            mine += more
+    async def _weigh(self, body: bytes, rule: Rule | None, headers: list[tuple[bytes, bytes]], share: Share) -> None:
+        """Holds what the body takes once it is parsed, before it is.
 
+        Raises:
+            Refusal: it is too much, or more than there is room for now.
+        """
+        protobuf = rule is not None and rule.protobuf and any(map(is_protobuf, values(headers, b"content-type")[:1]))
+        weigh = weight.of_protobuf if protobuf else weight.of_json
         try:
-            yield hold
-        finally:
-            self.held_bytes -= mine
+            share.take(await asyncio.to_thread(weigh, body) if len(body) > _OFF_LOOP else weigh(body))
+        except TooLarge as error:
+            raise Refusal(413, str(error)) from error
+        except UserError as error:
+            raise Refusal(400, str(error)) from error
 
-    async def _body(self, headers: list[tuple[bytes, bytes]], source: Source, limit: int, hold: Callable[[int], None]) -> bytes:
-        """The body, decompressed."""
+    async def _body(self, headers: list[tuple[bytes, bytes]], source: Source, limit: int, share: Share) -> bytes:
+        """Returns the body, decompressed."""
         for length in values(headers, b"content-length"):
             if not re.fullmatch("[0-9]{1,18}", length):
                 raise Refusal(400, f"Content-Length is {length[:20]!r}; expected a number of bytes", close=True)
             if int(length) > limit:
                 raise Refusal(413, f"the body has {length} bytes; send at most {limit} in a request")
-        parts = []
+        whole = io.BytesIO()  # a list of parts would take 40 bytes for each, and a part may have one
         try:
             async with asyncio.timeout(self.limits.body_s):
                 while not source.whole:
                     part = await source.read()
                     if source.bytes > limit:
                         raise Refusal(413, f"the body has more than {limit} bytes: send fewer data in a request")
-                    hold(len(part))
-                    parts.append(part)
+                    share.take(len(part))
+                    whole.write(part)
         except TimeoutError:
             raise Refusal(408, f"the body did not arrive within {self.limits.body_s} s: send it again", close=True) from None
-        body = b"".join(parts)
+        body = whole.getvalue()
         codings = [value.strip().lower() for value in values(headers, b"content-encoding")]
         codings = [coding for coding in codings if coding not in ("", "identity")]
         if not codings:
             return body
         try:
-            body = await asyncio.to_thread(decompress, body, ", ".join(codings), limit)
+            plain = await asyncio.to_thread(decompress, body, ", ".join(codings), limit, share.take)
         except TooLarge as error:
             raise Refusal(413, str(error)) from error
         except UnknownCoding as error:
             raise Refusal(415, str(error)) from error
         except UserError as error:
             raise Refusal(400, str(error)) from error
-        hold(len(body))
-        return body
+        share.give(len(body))
+        return plain
 
 
 def _plain(headers: list[tuple[bytes, bytes]], size: int) -> list[tuple[bytes, bytes]]:

@@ -38,6 +38,7 @@ from mint_jax.rollout.request import Request as Asking
 from mint_jax.rollout.stream import Piece, Stream
 from mint_jax.service import fields, openai_types, responses
 from mint_jax.service.durable import Unavailable
+from mint_jax.service.exchange import release
 from mint_jax.service.growing import TokenTexts
 from mint_jax.service.handover import Handover, Inbox
 from mint_jax.service.openai_answers import Answer
@@ -131,6 +132,7 @@ class _Endpoint:
 
 def failure(error: Exception) -> JSONResponse:
     """What a caller is told of an error."""
+    release(error)
     status, kind, param, code, headers = 400, "invalid_request_error", getattr(error, "param", None), None, {}
     if isinstance(error, NotFound):
         status, param, code = 404, "model", "model_not_found"

@@ -16,11 +16,15 @@ class Rule:
         methods: HEAD counts as GET.
         template: its path; ``{}`` stands for one segment, ``{*}`` for one or more.
         scopes: one of them is needed; any key where there are none; None where no key is needed either.
+        data: bodies may be as large as a batch or a long prompt; else they are small.
+        protobuf: bodies may be ``ForwardBackwardRequest`` in protobuf; else they are JSON or a form.
     """
 
     methods: tuple[str, ...]
     template: str
     scopes: tuple[str, ...] | None
+    data: bool = False
+    protobuf: bool = False
 
     @property
     def open(self) -> bool:
@@ -28,8 +32,8 @@ class Rule:
 
 
 def _rules() -> Iterator[Rule]:
-    def of(scopes: tuple[str, ...] | None, methods: str, *templates: str, under: str = "/api/v1") -> Iterator[Rule]:
-        return (Rule(tuple(methods.split()), under + template, scopes) for template in templates)
+    def of(scopes: tuple[str, ...] | None, methods: str, *templates: str, under: str = "/api/v1", **more: bool) -> Iterator[Rule]:
+        return (Rule(tuple(methods.split()), under + template, scopes, **more) for template in templates)
 
     yield from of(None, "GET", "/health", "/ready", "/openapi.json", under="")
     yield from of(("admin",), "GET", "/metrics", "/debug/state", "/admin/costs", under="")  # they name what all tenants have
@@ -42,10 +46,12 @@ def _rules() -> Iterator[Rule]:
     yield from of((), "POST", "/client/dynamic_config", "/create_session", "/session_heartbeat", "/sessions/{}/finish", "/telemetry")
     yield from of((), "POST", "/retrieve_future", "/retrieve_futures", "/cancel_future")
     yield from of(("train",), "POST", "/create_model", "/load_weights", "/unload_model", "/create_custom_loss", "/copy_weights")
-    yield from of(("train",), "POST", "/forward", "/forward_backward", "/optim_step")
-    yield from of(("train",), "POST", "/save_weights", "/save_weights_for_sampler", "/save_weights_external", "/mint/{*}")
+    yield from of(("train",), "POST", "/forward", "/forward_backward", data=True, protobuf=True)
+    yield from of(("train",), "POST", "/mint/{*}", data=True)
+    yield from of(("train",), "POST", "/optim_step", "/save_weights", "/save_weights_for_sampler", "/save_weights_external")
     yield from of(("read", "train"), "POST", "/get_info", "/weights_info", "/sessions/search")
-    yield from of(("sample",), "POST", "/asample", "/create_sampling_session", "/join_sampling_session")
+    yield from of(("sample",), "POST", "/asample", data=True)
+    yield from of(("sample",), "POST", "/create_sampling_session", "/join_sampling_session")
     yield from of(("read", "sample"), "GET", "/samplers/{}")
     yield from of(("read", "train"), "GET", "/training_runs", "/training_runs/{}", "/training_runs/{}/checkpoints", "/checkpoints")
     yield from of(("read", "train"), "GET", "/sessions", "/sessions/{}", "/sessions/{}/trace_export")
@@ -57,7 +63,7 @@ def _rules() -> Iterator[Rule]:
 
     for under in ("/v1", "/oai/api/v1"):
         yield from of(("read", "sample"), "GET", "/models", "/models/{*}", under=under)
-        yield from of(("sample",), "POST", "/completions", "/chat/completions", "/responses", under=under)
+        yield from of(("sample",), "POST", "/completions", "/chat/completions", "/responses", under=under, data=True)
         yield from of(("sample",), "GET DELETE", "/responses/{}", under=under)
         yield from of(("admin",), "POST", "/load_lora_adapter", "/unload_lora_adapter", under=under)
 
@@ -69,7 +75,7 @@ def _rules() -> Iterator[Rule]:
     yield from of(("train", "admin"), "POST", "/promote/{*}", "/rollback/{*}", under="/console")
     yield from of(("admin",), "GET", "/server", under="/console")
     yield from of(("sample",), "GET", "/playground", under="/console")
-    yield from of(("sample",), "POST", "/playground/completions", "/playground/chat", under="/console")
+    yield from of(("sample",), "POST", "/playground/completions", "/playground/chat", under="/console", data=True)
 
 
 class Table:

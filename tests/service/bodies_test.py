@@ -66,6 +66,51 @@ def test_the_densest_frame_there_can_be():
         tracemalloc.stop()
 
 
+def frame_of(claimed, data):
+    """A zstd frame of one raw block that claims to have another length, and a window of 128 KiB."""
+    return bytes.fromhex("28b52ffdc038") + claimed.to_bytes(8, "little") + (len(data) << 3 | 1).to_bytes(3, "little") + data
+
+
+def test_what_a_frame_claims_of_its_length_costs_nothing():
+    assert decompress(frame_of(100, b"0" * 100), "zstd", LIMIT) == b"0" * 100
+    whole = bytes.fromhex("28b52ffde0") + (1 << 50).to_bytes(8, "little") + (100 << 3 | 1).to_bytes(3, "little") + b"0" * 100  # one segment
+    for bad in (frame_of(1 << 50, b"0" * 100), frame_of(2**64 - 2, b"0" * 100), frame_of(10, b"0" * 100), frame_of(0, b"0"), whole):
+        tracemalloc.start()
+        try:
+            with pytest.raises(UserError, match="zstd"):
+                decompress(bad, "zstd", LIMIT)
+            assert tracemalloc.get_traced_memory()[1] < 1 << 20
+        finally:
+            tracemalloc.stop()
+
+
+def test_skipped_frames_and_frames_in_frames():
+    skipped = bytes.fromhex("502a4d18") + (7).to_bytes(4, "little") + b"nothing"
+    assert decompress(skipped + packed(b"abc", "zstd") + skipped, "zstd", LIMIT) == b"abc"
+    with pytest.raises(UserError, match=f"more than {FRAMES} frames"):
+        decompress(skipped * (FRAMES + 1), "zstd", LIMIT)
+    with pytest.raises(UserError, match="ends within a frame"):
+        decompress(bytes.fromhex("502a4d18") + (2**32 - 1).to_bytes(4, "little") + b"nothing", "zstd", LIMIT)
+    inner = packed(bytes(LIMIT), "zstd")
+    assert decompress(packed(inner, "zstd"), "zstd", LIMIT) == inner  # once, as the header says
+    with pytest.raises(UnknownCoding):
+        decompress(packed(inner, "zstd"), "zstd, zstd", LIMIT)
+
+
+@pytest.mark.parametrize("coding", ["gzip", "zstd"])
+def test_bytes_are_held_as_they_come(coding):
+    held = []
+
+    def hold(count):
+        held.append(count)
+        if sum(held) > LIMIT:
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        decompress(packed(bytes(64 << 20), coding), coding, 1 << 30, hold)
+    assert sum(held) < LIMIT + (9 << 20)
+
+
 @pytest.mark.parametrize("coding", ["gzip", "zstd"])
 def test_broken_frames_are_told(coding, rng):
     good = packed(rng.bytes(5000), coding)

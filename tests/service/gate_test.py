@@ -22,6 +22,7 @@ from tinker._client import AsyncTinker
 from tinker.types.client_config_response import ClientConfigResponse
 
 from mint_jax.errors import UserError
+from mint_jax.service import weight
 from mint_jax.service.binding import check_binding
 from mint_jax.service.gate import Gate, Limits
 from mint_jax.service.keys import SCOPES, Keys, add, revoke
@@ -382,7 +383,7 @@ def test_a_table_that_is_wrong_is_told():
 
 # -- how much
 
-SMALL = Limits(body_bytes=1000, open_body_bytes=100, held_bytes=4000)
+SMALL = Limits(body_bytes=1000, small_body_bytes=500, open_body_bytes=100, held_bytes=16_000)
 
 
 async def parts(*sizes):
@@ -399,10 +400,13 @@ def test_bodies_are_bounded_as_declared_and_as_read():
         assert got.status_code == 413
         assert "1000" in got.json()["detail"]
     assert ask(app, "POST", "/api/v1/client/config", content=b"x" * 101).status_code == 413
+    for method, path in [("POST", "/api/v1/create_session"), ("GET", "/v1/models"), ("POST", "/no/such"), ("DELETE", "/api/v1/sessions/x")]:
+        assert ask(app, method, path, content=b"x" * 500).status_code == 200, path
+        assert ask(app, method, path, content=b"x" * 501).status_code == 413, path
     assert ask(app, "POST", "/v1/completions", content=b"x" * 1001).json()["error"]["type"] == "invalid_request_error"
     got = ask(app, "POST", "/api/v1/asample", content=b"x", headers={"content-length": "-1"})
     assert got.status_code == 400
-    assert app.held_bytes == 0
+    assert app.budget.held == 0
 
 
 @pytest.mark.parametrize(("coding", "pack"), [("zstd", zstandard.compress), ("gzip", gzip.compress)])
@@ -418,21 +422,63 @@ def test_compressed_bodies_come_plain_and_bounded(coding, pack):
     assert ask(app, "POST", "/api/v1/forward_backward", content=b"no", headers={"content-encoding": "br"}).status_code == 415
     told = ask(app, "POST", "/api/v1/forward_backward", content=b"no", headers={"content-encoding": "Identity"}).json()
     assert told["size"] == 2
-    assert app.held_bytes == 0
+    assert app.budget.held == 0
 
 
 def test_bytes_count_as_held_as_they_came_and_decompressed():
     app, seen = gate_of(limits=SMALL), []
 
     async def looks(_):
-        seen.append(app.held_bytes)
+        seen.append(app.budget.held)
         return PlainTextResponse("")
 
-    app.app = Starlette(routes=[Route("/x", looks, methods=["POST"])])
+    app.app = Starlette(routes=[Route("/v1/completions", looks, methods=["POST"])])
     body = gzip.compress(b"0" * 900)
-    assert ask(app, "POST", "/x", content=body, headers={"content-encoding": "gzip"}).status_code == 200
-    assert seen == [len(body) + 900]
-    assert app.held_bytes == 0
+    assert ask(app, "POST", "/v1/completions", content=body, headers={"content-encoding": "gzip"}).status_code == 200
+    assert seen == [900 + weight.of_json(b"0" * 900)]  # what was sent compressed is gone
+    assert app.budget.held == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "told"),
+    [
+        (b"[" * (weight.VALUES + 1), "application/json", "values"),
+        (b"{}," * (weight.VALUES // 2 + 1), "application/json", "values"),
+        (b"\x1a\x00" * (weight.FIELDS + 1), "application/x-protobuf", "fields"),
+        (b"[" + b"{}," * (1 << 20) + b"0]", "application/json", "memory"),
+    ],
+)
+def test_bodies_that_would_grow_when_parsed_are_refused_before(body, kind, told):
+    app, called = gate_of(limits=Limits(held_bytes=256 << 20)), []
+
+    async def inner(scope, receive, send):
+        called.append(scope)
+
+    app.app = inner
+    packed = zstandard.compress(body)
+    assert len(packed) < 3000
+    headers = {"content-encoding": "zstd", "content-type": kind}
+    got = ask(app, "POST", "/api/v1/forward_backward", content=packed, headers=headers)
+    assert got.status_code == 413
+    assert told in got.json()["detail"]
+    assert not called
+    assert app.budget.held == 0
+
+
+def test_what_is_protobuf_is_weighed_so_on_its_path_alone():
+    """Where JSON is read whatever the type says, the type must not make it lighter."""
+    app, seen = gate_of(), []
+
+    async def looks(scope, receive, send):
+        seen.append(app.budget.held)
+        await PlainTextResponse("")(scope, receive, send)
+
+    app.app = looks
+    body = b"\x1a\x00" * 500
+    for path in ("/api/v1/forward_backward", "/api/v1/optim_step", "/v1/completions"):
+        ask(app, "POST", path, content=body, headers={"content-type": "application/x-protobuf"})
+        ask(app, "POST", path, content=body, headers={"content-type": "application/json"})
+    assert seen == [1000 + weight.of_protobuf(body), *[1000 + weight.of_json(body)] * 5]
 
 
 def test_a_tenant_and_all_together_have_so_many_requests_in_flight(folder):
@@ -484,14 +530,14 @@ def test_all_bodies_together_are_bounded():
                 return client.post("/api/v1/asample", content=b"x" * 1000)
 
             running = [asyncio.create_task(post()) for _ in range(4)]
-            while app.held_bytes < 4000:
+            while app.budget.held < 16_000:
                 await asyncio.sleep(0)
             refused = await post()
             assert refused.status_code == 429
-            assert "4000 bytes" in refused.json()["detail"]
+            assert "16000 bytes" in refused.json()["detail"]
             held.go.set()
             assert [(await task).status_code for task in running] == [200] * 4
-            assert app.held_bytes == 0
+            assert app.budget.held == 0
 
     asyncio.run(run())
 

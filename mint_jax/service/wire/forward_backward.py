@@ -18,7 +18,18 @@ from mint_jax.errors import UserError
 from mint_jax.service.calls import ForwardBackward
 from mint_jax.service.training import Trained
 from mint_jax.service.wire import losses, messages, tensors
-from mint_jax.service.wire.reading import integer, is_protobuf, json_object, json_tokens, mapping, proto_tokens, sequence, shown, text
+from mint_jax.service.wire.reading import (
+    integer,
+    is_protobuf,
+    json_object,
+    json_tokens,
+    mapping,
+    need_json,
+    proto_tokens,
+    sequence,
+    shown,
+    text,
+)
 from mint_jax.service.wire.tensors import MAX_CELLS, Tensor
 from mint_jax.train.blocks import Datum
 
@@ -139,6 +150,7 @@ def read(body: bytes, content_type: str) -> Message:
         UserError: nothing can be made of the bytes, or they name no place.
     """
     if not is_protobuf(content_type):
+        need_json(content_type)
         return Message(json_object(body))
     message = messages.ForwardBackwardRequest()
     try:

@@ -23,15 +23,16 @@ def shown(value: Any) -> str:
 
 
 def is_protobuf(content_type: str) -> bool:
-    """Whether a body of this type is protobuf; else it is JSON.
+    """Returns whether a body of this type is protobuf."""
+    return content_type.partition(";")[0].strip().lower() in ("application/x-protobuf", "application/protobuf")
 
-    Raises:
-        UserError: it is neither.
+
+def need_json(content_type: str) -> None:
+    """Raises:
+    UserError: a body of this type is no JSON.
     """
-    kind = content_type.partition(";")[0].strip().lower()
-    if kind not in ("application/x-protobuf", "application/protobuf", "application/json"):
+    if content_type.partition(";")[0].strip().lower() != "application/json":
         raise UserError(f"the content type is {shown(content_type)}; send application/json or application/x-protobuf")
-    return kind != "application/json"
 
 
 def json_object(body: bytes) -> Mapping[str, Any]:

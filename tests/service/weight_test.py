@@ -1,0 +1,158 @@
+"""Estimates of a body's memory are bounds, and what has too many values is refused before anything of it is built."""
+
+import ctypes
+import json
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from mint_jax.errors import UserError
+from mint_jax.service import weight
+from mint_jax.service.bodies import TooLarge, parse_json
+from mint_jax.service.wire import messages
+
+COUNT = 50_000
+PIECES = [
+    *("[]", "{}", '{"":0}', '{"a":{}}', "[0]", "[[]]", "[[[[[[]]]]]]", "1.5", "257", "1e9", "-1", '"ab"', '""', '"a\u00e9z"', "true"),
+    *('"\u65e5\u672c"', '{"a":1,"b":2}', "[0,0]", '{"aa":"bb"}', "12345678901234567890", '"\\u65e5"', '"a\\ud83d\\ude00"', '"\U0001f600"'),
+]
+
+
+def keyed(count):
+    return "{" + ",".join(f'"{i}":{i}' for i in range(count)) + "}"
+
+
+def texts(unit):
+    return json.dumps([unit * 100_000], ensure_ascii=False)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" + ",".join([piece] * COUNT) + "]" for piece in PIECES]
+    + [keyed(COUNT), texts("a"), texts("a") + " ", texts("aaa\U0001f600"), texts("\u65e5")],
+)
+def test_json_takes_no_more_than_was_estimated(text):
+    body = text.encode()
+    estimate = weight.of_json(body)
+    tracemalloc.start()
+    try:
+        value = parse_json(body, finite=False)
+        kept, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert value is not None
+    assert peak <= estimate + 4096
+    assert kept <= estimate
+
+
+def test_ordinary_bodies_weigh_little():
+    chat = {"model": "m", "messages": [{"role": "user", "content": 'He said: "a, b, {c}".\n' * 5000}]}
+    numbers = {"data": [0.1234567890123 * i for i in range(100_000)]}
+    for value, most in ((chat, 24), (numbers, 9)):
+        body = json.dumps(value).encode()
+        assert weight.of_json(body) < most * len(body)
+
+
+def test_too_many_values_are_refused_unread():
+    half = weight.VALUES // 2
+    for body in (
+        b"[" * (weight.VALUES + 1),
+        b"[" + b"[]," * half + b"[]]",
+        b"{" + b'"":{},' * half + b"}",
+        b'""' * (2 * weight.VALUES + 2),
+    ):
+        tracemalloc.start()
+        try:
+            with pytest.raises(TooLarge, match=f"more than {weight.VALUES} values"):
+                weight.of_json(body)
+            assert tracemalloc.get_traced_memory()[1] < 1 << 16
+        finally:
+            tracemalloc.stop()
+    assert weight.of_json(b"[" + b"0," * (weight.VALUES - 2) + b"0]") < 1 << 30
+
+
+class Used(ctypes.Structure):
+    """What glibc's ``mallinfo2`` gives."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"]
+    ]
+
+
+def used():
+    """Bytes that are allocated outside of Python's own pools."""
+    read = ctypes.CDLL(None).mallinfo2
+    read.restype = Used
+    told = read()
+    return told.uordblks + told.hblkhd
+
+
+def varint(value):
+    out = b""
+    while value > 127:
+        out, value = out + bytes([value & 127 | 128]), value >> 7
+    return out + bytes([value])
+
+
+def field(number, body):
+    return varint(number << 3 | 2) + varint(len(body)) + body
+
+
+BOMBS = {
+    "empty data": field(3, b"") * COUNT,
+    "empty chunks": field(3, field(1, b"") * COUNT),
+    "chunks of text": field(3, field(1, field(1, field(1, b"abcd"))) * COUNT),
+    "spans": field(3, (field(3, field(1, b"")) + field(4, field(2, b""))) * COUNT),
+    "tensors": field(3, b"".join(field(2, field(1, b"%d" % i) + field(2, field(1, b""))) for i in range(COUNT))),
+    "shapes": field(3, field(2, field(1, b"a") + field(2, field(4, b"\1" * COUNT)))),
+    "shapes one by one": field(3, field(2, field(1, b"a") + field(2, b"\x20\1" * COUNT))),
+    "options": b"".join(field(7, field(1, b"%d" % i)) for i in range(COUNT)),
+    "unknown fields": field(99, b"") * COUNT,
+    "one long chunk": field(3, field(1, field(1, field(1, b"a" * COUNT)))),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_protobuf_takes_no_more_than_was_estimated(name):
+    body, message = BOMBS[name], messages.ForwardBackwardRequest()
+    estimate, before = weight.of_protobuf(body), used()
+    message.ParseFromString(body)
+    assert used() - before <= estimate + (1 << 16)  # blocks of upb's arena
+
+
+def test_too_many_fields_are_refused_unread(monkeypatch):
+    monkeypatch.setattr(weight, "FIELDS", COUNT)
+    much = COUNT + 1
+    for body in (
+        field(3, b"") * much,
+        field(3, field(1, b"") * much),
+        field(3, field(2, field(2, field(4, b"\1" * much)))),
+        field(9, b"") * much,
+        b"\x10\1" * much,
+    ):
+        with pytest.raises(TooLarge, match=f"more than {COUNT} fields"):
+            weight.of_protobuf(body)
+
+
+def test_what_is_no_message_is_told():
+    whole = BOMBS["chunks of text"][:100]
+    for body in (whole, b"\x1a", b"\x1a\xff", b"\x1a\x05abc", b"\x1a" + b"\xff" * 11, b"\x0b\x0c", b"\x1a\x02\x0a\x05", b"\x09abc"):
+        with pytest.raises(UserError, match="message whole"):
+            weight.of_protobuf(body)
+
+
+def test_a_batch_of_the_sdk_weighs_little():
+    """As many data as it puts into one request, of 1,024 tokens each."""
+    request = messages.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="ppo")
+    for _ in range(1024):
+        datum = request.data.add()
+        datum.model_input.add().encoded_text.tokens = np.zeros(1024, "<i4").tobytes()
+        for name in ("target_tokens", "advantages", "logprobs", "weights"):
+            form = messages.INT64 if name == "target_tokens" else messages.FLOAT32
+            tensor = datum.loss_fn_inputs[name]
+            tensor.dense, tensor.dtype = bytes(1024 * (8 if form == messages.INT64 else 4)), form
+            tensor.shape.append(1024)
+    body = request.SerializeToString()
+    assert len(body) < weight.of_protobuf(body) < 6 * len(body)
