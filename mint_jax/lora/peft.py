@@ -198,7 +198,8 @@ def read_peft(
     _take_base_weights(tensors, holds, directory)
     if tensors:
         raise UserError(
-            f"{directory}: tensor {next(iter(tensors))!r} is no LoRA factor of this base: the adapter was trained on another model"
+            f"{directory}: tensor {next(iter(tensors))!r} is no LoRA factor of this base: the adapter was trained on "
+            "another model, or the file has weights that the base's files do not have"
         )
     if not found:
         raise UserError(f"{directory}: no module of the adapter binds to this base: the adapter was trained on another model")

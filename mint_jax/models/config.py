@@ -506,7 +506,8 @@ def from_hf(given: dict[str, Any]) -> ModelConfig:
             f"config.json: architectures is {names!r} but model_type is {given['model_type']!r}; transformers "
             "goes by model_type: correct the one that is wrong"
         )
-    if quantised := given.get("quantization_config") or given.get("compression_config"):
+    keys = ("quantization_config", "compression_config", "quantization")  # the last is MLX's
+    if quantised := next((given[key] for key in keys if given.get(key)), None):
         method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised
         raise UserError(
             f"the checkpoint is quantised (quant_method {method!r}), which is not read: take the unquantised "

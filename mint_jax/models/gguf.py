@@ -27,6 +27,11 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_READ = {  # fields of llama.* that are read or checked; another one may change the forward pass (scaled rope, experts, windows)
+    *("block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size", "rope.freq_base"),
+    *("rope.dimension_count", "attention.head_count", "attention.head_count_kv", "attention.key_length"),
+    *("attention.value_length", "attention.layer_norm_rms_epsilon"),
+}
 _SPECIAL_TOKEN = 3  # gguf token_type of control tokens
 
 
@@ -51,6 +56,7 @@ def convert(file: str | Path, directory: str | Path) -> Path:
             f"{file} has architecture {fields['general.architecture']!r} and tokenizer {fields.get('tokenizer.ggml.model')!r}; "
             "only 'llama' with a byte-level BPE ('gpt2') is covered: use the safetensors checkpoint instead"
         )
+    _check_fields(fields)
     _check_names(reader)
     tokenizer = _tokenizer(fields)
     with new_directory(directory, stored.FILE) as staging:
@@ -124,6 +130,20 @@ def _hf_name(name: str) -> str:
     return f"model.layers.{layer}.{_LAYER_NAMES[kind]}.weight"
 
 
+def _check_fields(fields: dict[str, Any]) -> None:
+    dims = fields["llama.embedding_length"] // fields["llama.attention.head_count"]
+    width = fields.get("llama.attention.key_length", dims)
+    only = {
+        "llama.rope.dimension_count": width,  # all dimensions of a head rotate
+        "llama.attention.value_length": width,
+        "llama.vocab_size": len(fields["tokenizer.ggml.tokens"]),
+    }
+    for name, value in fields.items():
+        unread = name.startswith("llama.") and name.removeprefix("llama.") not in _READ
+        if unread or value != only.get(name, value):
+            raise UserError(f"GGUF field {name!r} is {value!r}, which is not covered: use the safetensors checkpoint instead")
+
+
 def _check_names(reader: Any) -> None:
     for tensor in reader.tensors:
         try:
@@ -142,7 +162,7 @@ def _undo_rope_permutation(w: np.ndarray, heads: int) -> np.ndarray:
 def _tokenizer(fields: dict[str, Any]) -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    if fields.get("tokenizer.ggml.pre") not in ("smollm", "default"):
+    if fields.get("tokenizer.ggml.pre") != "smollm":
         raise UserError(f"GGUF pre-tokenizer {fields.get('tokenizer.ggml.pre')!r} is not covered; expected 'smollm'")
     tokens = fields["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]

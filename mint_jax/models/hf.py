@@ -33,6 +33,7 @@ from mint_jax.safetensors_header import header_size, parse_object
 
 _log = logging.getLogger(__name__)
 
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_HEADER = 100_000_000  # bytes, the limit of the format's own package
 _DENSE = {  # path below one layer -> name below model.layers.{i}
     "attn/norm": "input_layernorm.weight",
@@ -160,12 +161,10 @@ class Checkpoint:
 
     def __init__(self, directory: str | Path, tied: bool = False):
         self.directory = Path(directory)
-        single, index = self.directory / "model.safetensors", self.directory / "model.safetensors.index.json"
+        single, index = self.directory / SINGLE, self.directory / INDEX
         claimed: dict[str, str] = {}
         if single.is_file():
             paths = [single]
-            if index.is_file():
-                _log.warning("%s is read; the files of %s beside it are not", single, index.name)
         elif index.is_file():
             claimed = _weight_map(index)
             paths = [self.directory / file for file in sorted(set(claimed.values()))]
@@ -197,7 +196,7 @@ class Checkpoint:
     def _open(self, file: str) -> Any:
         path = self.directory / file
         if not path.is_file():
-            raise UserError(f"{path} is named by model.safetensors.index.json but does not exist: fetch the checkpoint again")
+            raise UserError(f"{path} is named by {INDEX} but does not exist: fetch the checkpoint again")
         try:
             return safe_open(path, framework="numpy")
         except SafetensorError as error:
@@ -399,6 +398,8 @@ def load(
     _check_tensors(ckpt, in_full, cfg)
     specs, held = resident_specs(directory, cfg, dtype, quantise, as_stored)
     plain = dict(params_lib.leaves_with_path(in_full))
+    if (index := ckpt.directory / INDEX).is_file() and set(ckpt.files.values()) == {SINGLE}:
+        _log.warning("%s is read; the files of %s beside it are not", ckpt.directory / SINGLE, index.name)
     total, done = params_lib.nbytes(specs), 0
 
     def leaf(path: str, spec: ParamSpec) -> jax.Array:
@@ -462,7 +463,7 @@ def holds(directory: str | Path, cfg: ModelConfig, name: str, value: np.ndarray)
 def save(params: Any, cfg: ModelConfig, directory: str | Path) -> None:
     """Writes ``model.safetensors`` under the family's names. For tools and tests: training never saves a base."""
     Path(directory).mkdir(parents=True, exist_ok=True)
-    save_file(dict(tensors(params, cfg)), Path(directory) / "model.safetensors", metadata={"format": "pt"})
+    save_file(dict(tensors(params, cfg)), Path(directory) / SINGLE, metadata={"format": "pt"})
 
 
 def fingerprint(directory: str | Path) -> str:

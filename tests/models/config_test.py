@@ -320,6 +320,8 @@ def test_plain_rope_frequencies_follow_the_paper(theta):
     [
         ({"architectures": ["MambaForCausalLM"]}, ["MambaForCausalLM", "supported: LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"]),
         ({"architectures": None}, ["(none)", "supported: LlamaForCausalLM"]),
+        ({"quantization_config": {"quant_method": "fp8"}}, ["quantised (quant_method 'fp8')", "take the unquantised checkpoint"]),
+        ({"quantization": {"bits": 4, "group_size": 64}}, ["the checkpoint is quantised", "take the unquantised checkpoint"]),
         ({"hidden_act": "gelu"}, ["hidden_act is 'gelu'", "only 'silu' or 'swish'"]),
         ({"use_sliding_window": True}, ["use_sliding_window is True", "only None or False"]),
         ({"layer_types": ["full_attention", "sliding_attention"]}, ["sliding-window", "only full_attention"]),

@@ -27,6 +27,7 @@ def write(
     F=96,
     heads=(4, 2),
     V=40,
+    fields=lambda writer: None,
 ):
     """Writes the file; returns the weights put in, under their Hugging Face names.
 
@@ -34,6 +35,7 @@ def write(
         kind: of matrices, and of embeddings unless ``table`` says otherwise.
         extra: names of tensors that no llama has.
         F, heads, V: width of the MLP, query and kv heads, vocabulary.
+        fields: adds further ones.
     """
     N, K = heads
     writer = gguf.GGUFWriter(path, architecture)
@@ -46,6 +48,7 @@ def write(
     writer.add_head_count_kv(K)
     writer.add_layer_norm_rms_eps(1e-6)
     writer.add_rope_freq_base(5e4)
+    fields(writer)
     writer.add_tokenizer_model(tokenizer)
     writer.add_tokenizer_pre(pre)
     tokens = ["<|end|>", *string.ascii_lowercase, *string.digits, "Ġ", "ab", "abc"]
