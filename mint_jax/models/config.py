@@ -252,7 +252,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "is_causal": (None, True),
     "per_layer_config": (None,),
-    **dict.fromkeys(("use_sliding_window", "alibi", "use_bidirectional_attention"), _OFF),
+    **dict.fromkeys(("use_sliding_window", "alibi", "use_bidirectional_attention", "rope_interleaved"), _OFF),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "logits_soft_cap"), _OFF),
     **dict.fromkeys(("attention_chunk_size", "query_pre_attn_scalar"), _OFF),
     **dict.fromkeys(("no_rope_layers", "no_rope_layer_interval"), (None, [], 0)),
