@@ -4,6 +4,7 @@ import gc
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import threading
 import time
@@ -18,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from mint_jax.checkpoint import Checkpoints
 from mint_jax.errors import UserError
 from tests.disks import LIMITS, run_limited
+from tests.multihost_test import together
 
 SERVER = multiprocessing.get_context("forkserver")  # imports once, forks for every writer
 SERVER.set_forkserver_preload(["mint_jax.launch", "mint_jax.checkpoint", "mint_jax.catalog.lifecycle", "pytest"])
@@ -250,6 +252,50 @@ def test_a_step_whose_copy_was_broken_off_is_refused(rng, tmp_path, checkpoints,
         checkpoints().restore(arrays)
     shutil.rmtree(folder / "step_11")
     assert checkpoints().restore(arrays)[::2] == (7, {"at": 7})
+
+
+TOGETHER = """
+import json
+import jax, numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+from mint_jax import multihost
+from mint_jax.checkpoint import Checkpoints
+from mint_jax.errors import UserError
+from mint_jax.mesh import make_mesh
+from pathlib import Path
+
+multihost.join()
+mesh = make_mesh({"data": 8})
+values = np.arange(64, dtype=np.float32).reshape(16, 4)
+split = jax.make_array_from_callback(values.shape, NamedSharding(mesh, P("data")), lambda i: values[i])
+saved = Checkpoints("checkpoints")
+for step in (1, 2):
+    saved.save(step, {"x": split}, {"at": step})
+saved.wait()
+_, found, extra = saved.restore({"x": split})
+equal = np.array_equal(multihost.to_host(found)["x"], values)
+multihost.barrier("restored")
+if multihost.is_main():
+    file = max(Path("checkpoints/step_2/arrays").rglob("d/*"), key=lambda path: path.stat().st_size)
+    file.write_bytes(bytes(file.stat().st_size))
+multihost.barrier("damaged")
+try:
+    Checkpoints("checkpoints").restore({"x": split})
+    says = ""
+except UserError as error:
+    says = str(error)
+print(json.dumps({"equal": equal, "extra": extra, "says": says}))
+"""
+
+
+@pytest.mark.long
+def test_two_processes_find_the_same_damage(tmp_path):
+    ended = together([["-c", TOGETHER]] * 2, tmp_path, 120)
+    assert [e.status for e in ended] == [0, 0]
+    one, other = (json.loads(e.out.splitlines()[-1]) for e in ended)
+    assert one == other
+    assert (one["equal"], one["extra"]) == (True, {"at": 2})
+    assert re.match(r"checkpoint 2 is damaged: .*/step_2/arrays/.* has changed since it was written: .* go on from step 1$", one["says"])
 
 
 def state_at(step: int) -> np.ndarray:
