@@ -94,6 +94,9 @@ async def unrouted(request: Request, error: Exception) -> Response:
     if error.status_code == 405:  # starlette tells the methods of the first route of a path alone
         routes = [route for route in request.app.routes if isinstance(route, Route) and route.matches(request.scope)[0] != Match.NONE]
         headers = {"allow": ", ".join(sorted({method for route in routes for method in route.methods or ()}))}
+    if request.url.path.startswith(openai.PREFIXES):
+        code = "unknown_url" if error.status_code == 404 else None
+        return JSONResponse({"error": openai.shape(told, "invalid_request_error", None, code)}, error.status_code, headers)
     return JSONResponse({"detail": told}, error.status_code, headers)
 
 

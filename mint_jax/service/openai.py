@@ -152,7 +152,12 @@ def failure(error: Exception) -> JSONResponse:
     elif not isinstance(error, UserError):
         status, kind = 500, "server_error"
     message = str(error) if status != 500 else "the server failed: its log says why"
-    return JSONResponse({"error": {"message": message, "type": kind, "param": param, "code": code}}, status, headers)
+    return JSONResponse({"error": shape(message, kind, param, code)}, status, headers)
+
+
+def shape(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
+    """Returns an error as OpenAI's API has it."""
+    return {"message": message, "type": kind, "param": param, "code": code}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -126,6 +126,12 @@ def test_a_key_is_exchanged_for_a_token_that_ends_with_it(guarded, folder):
     assert get(guarded, "/api/v1/training_runs", token).status_code == 401
 
 
+def test_paths_that_openais_api_has_and_this_server_has_not_are_told_in_its_form(guarded, secrets):
+    for method, path, status in (("POST", "/v1/embeddings", 404), ("GET", "/v1/chat/completions", 405)):
+        answer = httpx.request(method, guarded.url + path, headers={"x-api-key": secrets["ann"]})
+        assert (answer.status_code, answer.json()["error"]["type"]) == (status, "invalid_request_error")
+
+
 def test_a_wrong_method_is_told_all_right_ones(guarded, secrets):
     answer = httpx.options(f"{guarded.url}/api/v1/training_runs/a/checkpoints/b/c/publish", headers={"x-api-key": secrets["ann"]})
     assert (answer.status_code, answer.headers["allow"]) == (405, "DELETE, POST")

@@ -277,8 +277,8 @@ def test_schemas_regexes_and_choices_are_kept_to(client):
 
 def test_a_demanded_call_is_a_call_of_that_tool(world, client, monkeypatch):
     tokenizer = world.base.tokenizer
-    monkeypatch.setattr(tokenizer, "_template_source", TEMPLATE)
-    monkeypatch.setattr(tokenizer, "_template", None)
+    monkeypatch.setattr(tokenizer, "_templates", {"default": TEMPLATE})
+    monkeypatch.setattr(tokenizer, "_compiled", {})
     parameters = {"type": "object", "properties": {"city": {"enum": ["Oslo"]}}, "required": ["city"], "additionalProperties": False}
     tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}):

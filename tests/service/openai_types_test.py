@@ -32,7 +32,7 @@ VALUES = st.recursive(
 @pytest.fixture(scope="module")
 def tokenizer():
     made = Tokenizer(base_lib.resolve("tiny-random"))
-    made._template_source = TEMPLATE
+    made._templates = {"default": TEMPLATE}
     return made
 
 

@@ -10,7 +10,8 @@ from openai.types.responses import Response as Theirs
 from openai.types.responses import ResponseStreamEvent
 from pydantic import BaseModel, TypeAdapter
 
-from mint_jax.service.responses import Store, Unknown
+from mint_jax.errors import UserError
+from mint_jax.service.responses import Response, Store, Unknown
 from tests.service.openai_world import opened, served
 
 PARAMETERS = {"type": "object", "properties": {"city": {"enum": ["Oslo"]}}, "required": ["city"], "additionalProperties": False}
@@ -93,6 +94,16 @@ def test_a_stream_has_every_event_and_ends_as_the_response(client):
         event, data = block.split("\n")
         TypeAdapter(ResponseStreamEvent).validate_python(json.loads(data.removeprefix("data: ")))
         assert event == "event: " + json.loads(data.removeprefix("data: "))["type"]
+
+
+def test_a_stream_that_fails_on_the_way_ends_with_the_reason(world, client, monkeypatch):
+    def fail(*_):
+        raise UserError("the engine was stopped")
+
+    monkeypatch.setattr(Response, "last_chunks", fail)
+    *_, last = client.responses.create(input=QUESTION, stream=True, **ASKED)
+    assert (last.type, last.response.status, last.response.error.message) == ("response.failed", "failed", "the engine was stopped")
+    assert not world.engine._jobs
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
