@@ -1,6 +1,7 @@
 """Files and folders that appear whole or not at all: written beside their place under another name, then renamed."""
 
 import contextlib
+import errno
 import os
 import shutil
 import uuid
@@ -37,6 +38,17 @@ def write_file(target: Path, data: str | bytes, *, replace: bool = True) -> None
         sync_folder(target.parent)
     finally:
         staging.unlink(missing_ok=True)
+
+
+def link(source: Path, target: Path) -> None:
+    """Gives a file a second name, or copies it where that is not possible; on the disk when this returns."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno not in (errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK):
+            raise
+        write_file(target, source.read_bytes())
+    sync_folder(target.parent)
 
 
 def sync_folder(folder: Path) -> None:

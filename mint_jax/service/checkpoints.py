@@ -241,8 +241,12 @@ class Checkpoints:
         finally:
             self.writing.pop(digest, None)
 
-    def load(self, call: Load) -> Held:
+    def load(self, call: Load, kept: Path) -> Held:
         """The state that a path names, with its moments or without.
+
+        Args:
+            kept: where the state is kept as well, as ``kept-DIGEST``, on the disk when this returns. What is there already is loaded again,
+                whatever became of the path.
 
         Raises:
             UserError: there is none, it is no training state, or of another base.
@@ -251,14 +255,17 @@ class Checkpoints:
             raise UserError(
                 f"{call.path} are weights to sample from; training goes on from tinker://MODEL/weights/NAME, which save_state makes"
             )
-        with self.reading(call.tenant, call.path) as row:
-            if row.told["base"] != self.base.fingerprint:
-                raise UserError(
-                    f"{call.path} is of base {row.told['base'][:12]}, this is {self.base.fingerprint[:12]}: load it where its own is"
-                )
-            data = self._file(row.digest).read_bytes()
-        if blake3_of(data) != row.digest:
-            raise UserError(f"{call.path} is damaged: its digest is not {row.digest}; load another checkpoint")
+        if (file := next(kept.parent.glob(f"{kept.name}-*"), None)) is None:
+            with self.reading(call.tenant, call.path) as row:
+                if row.told["base"] != self.base.fingerprint:
+                    raise UserError(
+                        f"{call.path} is of base {row.told['base'][:12]}, this is {self.base.fingerprint[:12]}: load it where its own is"
+                    )
+                file = kept.with_name(f"{kept.name}-{row.digest}")
+                files.link(self._file(row.digest), file)
+        data, digest = file.read_bytes(), file.name.removeprefix(f"{kept.name}-")
+        if blake3_of(data) != digest:
+            raise UserError(f"{call.path} is damaged: its digest is not {digest}; load another checkpoint")
         held = Held.from_bytes(data, call.path)
         return held if call.optimizer else held.fresh()
 

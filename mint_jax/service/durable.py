@@ -10,7 +10,8 @@ may be others now. Nothing that was accepted is lost, and nothing runs twice as 
 
 While a disk refuses writes, new requests are refused and accepted ones go on: their results are told once they are written, and snapshots
 are tried again with the next request of their policy. Requests of one policy also save in their order, and a load follows the saves that
-were asked for before it.
+were asked for before it. What a load has read is kept under ``loads`` until a snapshot has it: a restart that loads again finds it there,
+whatever became of the checkpoint.
 """
 
 import collections
@@ -19,7 +20,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -49,7 +50,7 @@ class Unavailable(UserError):
 class Store(Protocol):
     """Where checkpoints are: see ``checkpoints.Checkpoints``."""
 
-    def load(self, call: Load) -> Held: ...
+    def load(self, call: Load, kept: Path) -> Held: ...
 
     def save(self, model: str, request: str, call: Save, held: Held) -> dict[str, Any]: ...
 
@@ -95,6 +96,7 @@ class _Policy:
         running: what was handed to training and has not been finished, in order, with its outcome once there is one.
         held_back: what waits for a snapshot to be taken, or for a save to be written that it may load.
         since, at: updates since the last snapshot, and when that was.
+        loads: ids of the load requests since then.
     """
 
     running: collections.deque[list[Any]] = dataclasses.field(default_factory=collections.deque)
@@ -102,6 +104,7 @@ class _Policy:
     wanted: bool = False
     since: int = 0
     at: float = 0.0
+    loads: list[str] = dataclasses.field(default_factory=list)
 
 
 class Durable:
@@ -146,10 +149,14 @@ class Durable:
         self.store, self.tenant_of, self._heard, self._ended = store, tenant_of, heard, ended
         self._saving = ThreadPoolExecutor(2, "saving")
         self._last_saves: dict[str, Future[Any]] = {}  # of each policy, under the lock
-        self.states = folder / "states"
+        self.states, self.loads = folder / "states", folder / "loads"
+        self.loads.mkdir(parents=True, exist_ok=True)
         found = [Snapshot.read(path) for path in sorted(self.states.glob("*.safetensors"))]
         self.futures = Futures(folder / "journal", {s.model: s.place for s in found}, **futures)
         self.restored = [snapshot.model for snapshot in found]
+        for path in self.loads.iterdir():
+            if not self.futures.is_needed(path.name.partition("-")[0]):
+                path.unlink()
         for snapshot in found:
             training.do(snapshot.model, lambda live, s=snapshot: live.join(s.model, s.held), tenant_of(snapshot.model))
         self._policies: collections.defaultdict[str, _Policy] = collections.defaultdict(lambda: _Policy(at=clock()))
@@ -202,7 +209,8 @@ class Durable:
         self.futures.forget(model, lambda: path_of(self.states, model).unlink(missing_ok=True))
         self._ended(model, None)
         with self._lock:
-            self._policies.pop(model, None)
+            if (gone := self._policies.pop(model, None)) is not None:
+                self._drop_loads(gone.loads)
             self._last_saves.pop(model, None)
 
         def leave(live: Any) -> None:
@@ -267,7 +275,7 @@ class Durable:
         if isinstance(call, Load):
             if self.store is None:
                 raise UserError("this server keeps no checkpoints: there is nothing to load")
-            held, told = _of_store(lambda: self.store.load(call)), {"path": call.path}  # type: ignore[union-attr]
+            held, told = _of_store(lambda: self.store.load(call, self.loads / request.id)), {"path": call.path}  # type: ignore[union-attr]
         else:
             held, told = held_lib.fresh(training.live.specs, call.config, call.seed), {}
 
@@ -339,6 +347,7 @@ class Durable:
             for request, done in ended:
                 # What a checkpoint gave is kept at once: it may be gone when it is asked for again.
                 policy.since += self.every if request.call == "load" else request.call in ("optim", "create")
+                policy.loads += [request.id] if request.call == "load" else []
                 if not isinstance(done.exception(), (UserError, OSError, type(None))):
                     raise done.exception()  # nobody's mistake: what is not finished runs again when the journal is opened next
         for request, done in ended:
@@ -356,7 +365,7 @@ class Durable:
                 policy.wanted, policy.at = False, self._clock()
             self._start_ready(policy)
 
-    def _keep(self, policy: _Policy, snapshot: Snapshot) -> None:
+    def _keep(self, policy: _Policy, snapshot: Snapshot, loads: Sequence[str]) -> None:
         """Writes a snapshot, unless its policy was forgotten meanwhile: what stood there again would come back with a restart.
 
         Where the disk refuses, the snapshot before stays, and the end of the policy's next request tries again.
@@ -370,19 +379,27 @@ class Durable:
                 path_of(self.states, snapshot.model).unlink(missing_ok=True)
                 return
             self.futures.snapshot(snapshot.model, snapshot.place)
+            self._drop_loads(loads)
             self.futures.expire()
         except (OSError, JournalFailed) as reason:
             log.warning("the snapshot of %s is not written yet: %s", snapshot.model, reason)
             with self._lock:
                 policy.since = max(policy.since, self.every)
+                policy.loads += loads
+
+    def _drop_loads(self, ids: Sequence[str]) -> None:
+        for id in ids:
+            for path in self.loads.glob(f"{id}-*"):
+                path.unlink(missing_ok=True)
 
     def _take_snapshot(self, model: str, policy: _Policy) -> None:
         """Asks for the state between what has ended and what is to be started: nothing of the policy is under way."""
         place = self.futures.place(model)
+        loads, policy.loads = policy.loads, []
 
         def told(future: "Future[Any]") -> None:
             if future.exception() is None:
-                self._ends.put((policy, Snapshot(model, place, future.result())))
+                self._ends.put((policy, Snapshot(model, place, future.result()), loads))
 
         self.training.do(model, lambda live: live.held(model), self.tenant_of(model)).add_done_callback(told)
 

@@ -213,6 +213,12 @@ class Futures:
             raise unknown(id)
         return entry.model, entry.call
 
+    def is_needed(self, id: str) -> bool:
+        """Whether a request has still to run, be it again."""
+        with self._lock:
+            entry = self._ids.get(id)
+            return entry is not None and (entry.again or entry.state is not State.ENDED)
+
     def delivered(self, id: str) -> None:
         """Says that the outcome has arrived at the client: from now on it is kept for ``keep_s`` only.
 

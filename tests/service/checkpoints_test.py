@@ -347,10 +347,13 @@ class Shelf:
     def row(self, kind, name, model=None):
         return self.book.checkpoint("default", model or self.model, kind, name)
 
+    def load_state(self, path):
+        return self.checkpoints.load(Load(path, True, "default"), self.checkpoints.folder.parent / f"kept{next(self._requests)}")
+
     def load(self, row):
         """Reads what a row names, as whoever uses it does."""
         if row.kind == "weights":
-            self.checkpoints.load(Load(row.path, True, "default"))
+            self.load_state(row.path)
         elif row.kind == "sampler_weights":
             self.checkpoints.fetch(row.digest)
         else:
@@ -473,7 +476,7 @@ def test_what_is_read_or_named_anew_outlives_its_removal(shelf, monkeypatch, use
     with monkeypatch.context() as patch:
         patch.setattr(shelf.checkpoints, "reading", late)
         if use == "load":
-            found = shelf.checkpoints.load(Load(path, True, "default"))
+            found = shelf.load_state(path)
             assert found.to_bytes() == shelf.states[0].to_bytes()
         elif use == "sampler":
             assert shelf.checkpoints.add_sampler(shelf.session, 0, "default", path).digest == digest

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import errno
 import os
+import shutil
 import time
 
 import pytest
@@ -15,6 +16,7 @@ from mint_jax.lora.tree import AdapterConfig
 from mint_jax.service import journal
 from mint_jax.service.book import Book, NotFound, steady
 from mint_jax.service.calls import Create, ForwardBackward, Load, Optim, Save
+from mint_jax.service.durable import Snapshot, path_of
 from mint_jax.service.journal import JournalFailed
 from mint_jax.service.server import Server, Sizes
 from mint_jax.train.state import OptimizerConfig
@@ -29,10 +31,10 @@ WAIT_S = 60.0
 
 @pytest.fixture
 def serve(tiny_base, tmp_path):
-    """``serve()``: a server over one folder, to be entered."""
+    """``serve()``: a server over a folder, to be entered."""
 
-    def make(**sizes) -> Server:
-        made = Server(tiny_base("llama"), tmp_path / "server", dataclasses.replace(SIZES, **sizes))
+    def make(folder="server", **sizes) -> Server:
+        made = Server(tiny_base("llama"), tmp_path / folder, dataclasses.replace(SIZES, **sizes))
         made.monotonic = Clock()
         return made
 
@@ -161,6 +163,10 @@ def test_what_was_made_later_comes_first_whatever_the_clock_says(tmp_path):
     book.close()
 
 
+def held_of(server, model):
+    return server.loop.training.do(model, lambda live: live.held(model)).result(WAIT_S)
+
+
 @contextlib.contextmanager
 def full_disk(server, call):
     """A disk that takes nothing more: a system call fails, or SQLite's file may not grow."""
@@ -252,7 +258,7 @@ def test_after_a_full_disk_training_goes_on_with_all_that_was_acknowledged(serve
             number += 1
             assert send(server, model, number, one)
             assert not isinstance(hear(server, number, WAIT_S), str)
-        held = server.loop.training.do(model, lambda live: live.held(model)).result(WAIT_S)
+        held = held_of(server, model)
         assert held.steps == 4
         saved = [result["path"] for result in told.values() if isinstance(result, dict) and "path" in result]
         names = [("weights", "before"), ("weights", "after"), ("sampler_weights", "after")]
@@ -260,12 +266,99 @@ def test_after_a_full_disk_training_goes_on_with_all_that_was_acknowledged(serve
         server.maintain()
     with serve(every=1).running() as server:
         assert server.trouble() == ""
-        same_parts(server.loop.training.do(model, lambda live: live.held(model)).result(WAIT_S), held)
+        same_parts(held_of(server, model), held)
         for one, id in accepted.items():
             if not isinstance(told[one], str):
                 assert server.durable.result(id, WAIT_S) is not None
-        for path in saved:
+        for number, path in enumerate(saved):
             if "/weights/" in path:
-                server.checkpoints.load(Load(path, True, "default"))
+                server.checkpoints.load(Load(path, True, "default"), server.folder / f"kept{number}")
             else:
                 server.checkpoints.fetch(server.checkpoints.digest("default", path))
+
+
+@pytest.mark.parametrize("change", ["delete", "overwrite"])
+def test_what_was_loaded_stays_though_its_checkpoint_goes_before_a_snapshot(serve, monkeypatch, change):
+    """The load was acknowledged; a restart does it again."""
+    configs = AdapterConfig(1, 2.0, ("q",)), AdapterConfig(2, 2.0, ("v",))
+    with serve().running() as server:
+        _, one = model_of(server)
+        _, other = model_of(server)
+        path = f"tinker://{one}/weights/x"
+        monkeypatch.setattr(Snapshot, "write", lambda *_: (_ for _ in ()).throw(OSError(errno.ENOSPC, "no space")))
+        for number, call in enumerate((Create(configs[0], 7), Save("weights", "x")), 1):
+            server.durable.result(server.durable.submit(one, number, call), WAIT_S)
+        loaded = server.durable.submit(other, 1, Load(path, True, "default"))
+        assert server.durable.result(loaded, WAIT_S) == {"path": path}
+        expected = held_of(server, one)
+        if change == "delete":
+            server.checkpoints.remove(server.book.checkpoint("default", one, "weights", "x"))
+        else:
+            _, third = model_of(server)
+            for number, call in enumerate((Create(configs[1]), Save("weights", "x")), 1):
+                server.durable.result(server.durable.submit(third, number, call), WAIT_S)
+            row = server.book.checkpoint("default", third, "weights", "x")
+            server.book.add_checkpoint(dataclasses.replace(row, model=one))
+            server.checkpoints.reclaim()
+    monkeypatch.undo()
+    for restart in range(3):
+        with serve().running() as server:
+            same_parts(held_of(server, other), expected)
+            assert server.durable.result(loaded, WAIT_S) == {"path": path}
+            if restart == 1:
+                update = server.durable.submit(other, 2, Save("weights", "y"))
+                assert server.durable.result(update, WAIT_S)
+    assert not list(server.durable.loads.iterdir()), "a snapshot has it"
+
+
+def test_saves_of_a_policy_are_kept_in_their_order_and_a_load_follows_them(serve, monkeypatch):
+    """Sent without waiting: the first save takes longer than the second, and the load has the second's state."""
+    with serve().running() as server:
+        _, model = model_of(server)
+        save, starts = server.checkpoints.save, []
+
+        def slow(model, request, call, held):
+            starts.append(call.metadata)
+            time.sleep(0.4 if len(starts) == 1 else 0.0)
+            return save(model, request, call, held)
+
+        monkeypatch.setattr(server.checkpoints, "save", slow)
+        path = f"tinker://{model}/weights/x"
+        calls: list = [Create(AdapterConfig(1, 2.0, ("q",)))]
+        calls += [Save("weights", "x", overwrite=True, metadata={"turn": turn}) for turn in (1, 2)]
+        calls.append(Load(path, True, "default"))
+        ids = [server.durable.submit(model, number, call) for number, call in enumerate(calls, 1)]
+        assert [server.durable.result(id, WAIT_S) for id in ids[1:]] == [{"path": path}] * 3
+        assert starts == [{"turn": 1}, {"turn": 2}]
+        assert server.book.checkpoint("default", model, "weights", "x").told["metadata"] == {"turn": 2}
+
+
+def test_a_policy_that_is_forgotten_on_a_full_disk_leaves_a_folder_that_opens(serve, tmp_path, monkeypatch):
+    """Its snapshot is needed until the journal says that it is gone. Its session is over, so it does not come back."""
+    monkeypatch.setattr(journal, "RETRY_S", 0.05)
+    with serve(every=1).running() as server:
+        session, model = model_of(server)
+        done = [
+            server.durable.submit(model, n, call) for n, call in ((1, Create(AdapterConfig(1, 2.0, ("q",)))), (2, Save("weights", "x")))
+        ]
+        for id in done:
+            server.durable.result(id, WAIT_S)
+        snapshot = path_of(server.durable.states, model)
+        give_up = time.monotonic() + WAIT_S
+        while not snapshot.exists():
+            assert time.monotonic() < give_up
+            time.sleep(0.01)
+        with full_disk(server, "pwrite"):
+            server.end_session(session)
+            with pytest.raises(JournalFailed):
+                server.durable.submit("another", 3, Create(AdapterConfig(1, 2.0, ("q",))))
+            assert snapshot.exists()
+            shutil.copytree(server.folder, tmp_path / "crashed")
+        give_up = time.monotonic() + WAIT_S
+        while snapshot.exists():
+            assert time.monotonic() < give_up
+            time.sleep(0.01)
+    with serve("crashed").running() as server:
+        assert model in server.durable.restored
+        held = server.loop.training.do("nobody", lambda live: model in live)
+        assert not held.result(WAIT_S)
