@@ -4,15 +4,21 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import json
+import logging
 import os
 import shutil
 import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 from sqlalchemy import event
 
 from mint_jax.errors import UserError
 from mint_jax.lora.tree import AdapterConfig
+from mint_jax.mesh import single_device_mesh
+from mint_jax.models import base as base_lib
 from mint_jax.service import journal
 from mint_jax.service.book import Book, NotFound, steady
 from mint_jax.service.calls import Create, ForwardBackward, Load, Optim, Save
@@ -20,6 +26,7 @@ from mint_jax.service.durable import Snapshot, path_of
 from mint_jax.service.journal import JournalFailed
 from mint_jax.service.server import Server, Sizes
 from mint_jax.train.state import OptimizerConfig
+from tests.disks import run_limited
 from tests.residency.clock import Clock
 from tests.service.tinker_training_test import same_parts
 from tests.train.live_test import SHAPES, coefs, random_data
@@ -161,6 +168,77 @@ def test_what_was_made_later_comes_first_whatever_the_clock_says(tmp_path):
     assert [one.id for one in book.models("default", 10, 0)] == models[::-1]
     assert book.models_of("default", made[0]) == models
     book.close()
+
+
+def fill_the_disk(directory: str):
+    """Trains on a disk that somebody else fills, empties and fills again. Run by ``run_limited``."""
+    logging.disable()
+    journal.RETRY_S, rng = 0.05, np.random.default_rng(0)
+    base = base_lib.load(os.environ["MINT_TEST_BASE"], single_device_mesh())
+    made, report, saves = Path(directory) / "server", {"full": [], "failed": [], "refused": []}, {}
+
+    def calls(name):
+        yield ForwardBackward(random_data(rng, "cross_entropy"), coefs("cross_entropy"))
+        yield Optim(OptimizerConfig(0.05))
+        for kind in ("weights", "sampler_weights"):
+            yield Save(kind, name, metadata={"note": "x" * 20_000})
+
+    with Server(base, made, dataclasses.replace(SIZES, every=1)).running() as server:
+        _, model = model_of(server)
+        server.durable.result(server.durable.submit(model, 1, Create(AdapterConfig(2, 2.0, ("q", "down")))), WAIT_S)
+        number, pending, lost = 1, {}, set()
+        for turn in range(4):
+            with open(Path(directory) / "ballast", "wb", buffering=0) as ballast, contextlib.suppress(OSError):
+                while turn % 2:
+                    ballast.write(bytes(4096))
+            for call in list(calls(f"turn{turn}")):
+                give_up = time.monotonic() + WAIT_S
+                while True:  # a client that asks again
+                    try:
+                        pending[number + 1] = server.durable.submit(model, number + 1, call)
+                        number += 1
+                        saves |= {number: (call.kind, call.name)} if isinstance(call, Save) else {}
+                        break
+                    except JournalFailed as reason:
+                        assert time.monotonic() < give_up
+                        report["refused"].append(str(reason))
+                        report["full"].append(server.trouble())
+                        if len(report["refused"]) % 5 == 0:
+                            (Path(directory) / "ballast").unlink(missing_ok=True)
+                        time.sleep(0.05)
+            (Path(directory) / "ballast").unlink(missing_ok=True)
+            for one, id in pending.items():
+                try:
+                    assert server.durable.result(id, WAIT_S) is not None, one
+                except RuntimeError as reason:
+                    report["failed"].append(str(reason))
+                    lost.add(one)
+            pending.clear()
+        report["steps"], report["trouble"], state = held_of(server, model).steps, server.trouble(), held_of(server, model).to_bytes()
+    with Server(base, made, SIZES).running() as server:
+        report["same"] = held_of(server, model).to_bytes() == state
+        kept = [save for number, save in saves.items() if number not in lost]
+        for i, (kind, name) in enumerate(kept):
+            path = f"tinker://{model}/{kind}/{name}"
+            if kind == "weights":
+                server.checkpoints.load(Load(path, True, "default"), made / f"kept{i}")
+            else:
+                server.checkpoints.fetch(server.checkpoints.digest("default", path))
+        report["saved"] = len(kept)
+    print(json.dumps(report))
+
+
+@pytest.mark.long
+def test_a_server_on_a_disk_that_is_full_from_time_to_time(hf_dirs, tmp_path, monkeypatch):
+    monkeypatch.setenv("MINT_TEST_BASE", str(hf_dirs("llama")))
+    report = json.loads(run_limited("full disk", 12, "tests.service.server_test", tmp_path).splitlines()[-1])
+    assert report["failed"] or report["refused"], "it was never full"
+    assert report["steps"] == 4
+    assert report["same"]
+    assert report["trouble"] == ""
+    assert report["saved"] + len(report["failed"]) == 8
+    for reason in (*report["failed"], *report["refused"], *filter(None, report["full"])):
+        assert any(words in reason for words in ("No space left", "disk is full")), reason
 
 
 def held_of(server, model):
