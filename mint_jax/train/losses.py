@@ -282,7 +282,7 @@ def policy_loss(
     whole = _of_sequences(log_ratio, mask, t.sequence)  # s, with the gradient of each token's own logp
     keep = jnp.where(is_sampled, inside, True)
     tokens = Tokens(logp_BM, advantage, old_logp, first, ref_logp, ratio, whole, gap, mask, t.sequence, coefs)
-    per_token = [_applied(fn, tokens, live & keep & (coefs.kind == i)) for i, fn in enumerate((*BUILT_IN.values(), *custom))]
+    per_token = [_applied(fn, tokens, live & keep & (coefs.kind == i)) for i, fn in enumerate((*map(BUILT_IN.__getitem__, KINDS), *custom))]
     token_loss = jax.lax.select_n(coefs.kind, *per_token)
     token_loss = token_loss + jnp.where(uses_k3, coefs.kl * _k3(jnp.where(uses_k3, to_ref, 0.0)), 0.0)
     loss = jnp.sum(t.weights * jnp.where(live & keep, token_loss, 0.0))
