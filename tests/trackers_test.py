@@ -1,11 +1,16 @@
 """Metrics in Weights & Biases and MLflow: the packages themselves, without a server, and read back with their own readers."""
 
 import json
+import runpy
+from pathlib import Path
 
 import pytest
 
 from mint_jax import trackers
 from mint_jax.errors import UserError
+from mint_jax.jobs import common, dry_run, settings, sft
+
+ROOT = Path(__file__).parents[1]
 
 ROWS = [  # policy b comes to its first step when a has done its second
     (0, "a", {"reward": 0.25, "note": "text"}),
@@ -135,3 +140,31 @@ def test_none_is_asked_for_by_default(tmp_path):
     made.write(*ROWS[0])
     made.close()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "environment", "told"),
+    [
+        ("wandb", {"WANDB_MODE": "online", "WANDB_API_KEY": ""}, r"no API key: set WANDB_API_KEY"),
+        ("mlflow", {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}, "127.0.0.1"),
+    ],
+)
+def test_a_tracker_without_key_or_server_is_refused_before_anything_is_claimed(tmp_path, monkeypatch, kind, environment, told):
+    """The base is not loaded, the policies are not claimed, and a dry run says the same."""
+    monkeypatch.setenv("HOME", str(tmp_path))  # no netrc of whoever runs the tests
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(common, "open_base", lambda *_: pytest.fail("loaded"))
+    config = runpy.run_path(str(ROOT / "configs" / "tiny" / "sft.py"))["get_config"]()
+    config[kind] = "project"
+    for refuse in (lambda: sft.run(settings.complete(config), tmp_path / "work"), lambda: dry_run.describe(config, tmp_path / "work")):
+        with pytest.raises(UserError, match=rf"{kind}='project' cannot begin a run \(.*{told}"):
+            refuse()
+    assert not (tmp_path / "work").exists()
+
+
+def test_a_tracker_that_can_begin_is_not_refused(mlflow_store, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    trackers.check({"wandb": "project", "mlflow": "experiment"})
+    trackers.check({"wandb": "", "mlflow": ""})
