@@ -36,6 +36,14 @@ def install(leave: Callable[[int, str], None]) -> None:
     threading.Thread(target=_watch, args=(reading, leave), name="signals", daemon=True).start()
 
 
+def restore() -> None:
+    """Puts back the handlers of both signals, which a native library has replaced: libtpu does as it is loaded."""
+    if threading.current_thread() is threading.main_thread():
+        for number in SIGNALS:
+            if (handler := signal.getsignal(number)) is not None:
+                signal.signal(number, handler)
+
+
 def standing(where: Callable[[], str]) -> None:
     """Registers what to say of a program that is ended: where the same command goes on. It is called from another thread."""
     _standing.append(where)

@@ -81,6 +81,19 @@ def test_a_second_signal_does_not_wait():
     assert process.returncode == 128 + signal.SIGINT
 
 
+@pytest.mark.long
+def test_libtpu_leaves_the_signals_alone():
+    """As it loads it puts its own handlers in the place of Python's, which print a stack trace and ask nobody."""
+    code = HEAD + "from mint_jax.aot import chips\nchips.target('v5e:2x2')\nprint('loaded', flush=True)\ntime.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", code], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert [process.stdout.readline() for _ in range(2)] == ["ready\n", "loaded\n"]
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=SLACK_S)
+    assert "mint_jax.errors.Interrupted: SIGTERM" in err
+    assert "*** SIGTERM" not in err
+
+
 class Launched:
     """A job in a process of its own, and what it has said."""
 

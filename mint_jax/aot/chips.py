@@ -12,6 +12,7 @@ import os
 import re
 from typing import Any
 
+from mint_jax import interrupts
 from mint_jax.errors import UserError, choice
 
 GIB = 1 << 30
@@ -160,7 +161,9 @@ def _tpu_devices(name: str) -> Any:
         os.environ.setdefault(variable, value)
     from jax.experimental import topologies
 
-    return topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=name).devices
+    interrupts.restore()
+    return devices
 
 
 def _cuda_devices(kind: str, chips: int) -> Any:
