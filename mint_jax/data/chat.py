@@ -9,6 +9,7 @@ never shown an end does not learn to stop.
 import dataclasses
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 from mint_jax.data.chat_template import Span
@@ -51,19 +52,33 @@ def conversation(tokenizer: Tokenizer, messages: list[Message], where: str = "a 
     if not replies:
         raise UserError(f"{where} has no assistant turn to learn from")
     messages = messages[: replies[-1] + 1]
-    text, spans = tokenizer.render_replies(messages, **variables)
+    text, spans = _placed(where, tokenizer.render_replies, messages, **variables)
     if spans is not None:
         return _marked(tokenizer, text, spans, where)
     spans = []
     for i in replies:
-        before = tokenizer.render(messages[:i], generation_prompt=True, **variables)
-        after = tokenizer.render(messages[: i + 1], generation_prompt=False, **variables)
+        before = _placed(where, tokenizer.render, messages[:i], generation_prompt=True, **variables)
+        after = _placed(where, tokenizer.render, messages[: i + 1], generation_prompt=False, **variables)
         if not text.startswith(after) or not after.startswith(before):
             raise UserError(
                 f"{where}: the chat template rewrites earlier turns, so replies cannot be located: give prompt and completion instead"
             )
         spans.append((len(before), len(after)))
     return _marked(tokenizer, text, spans, where, to_end=True)
+
+
+def prompt_tokens(tokenizer: Tokenizer, row: dict[str, Any], where: str) -> list[int]:
+    """Token ids of a row's ``messages`` with the reply's opening; ``tools`` and ``chat_template_kwargs`` as in rows to learn from."""
+    variables = _variables(tokenizer, row, ("messages",), where)
+    return _placed(where, tokenizer.encode_chat, messages_of(row["messages"], "messages", where), **variables)
+
+
+def _placed(where: str, render: Callable[..., Any], *args: Any, **variables: Any) -> Any:
+    """What a function returns; its errors name the row."""
+    try:
+        return render(*args, **variables)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
 
 
 def _marked(tokenizer: Tokenizer, text: str, spans: list[Span], where: str, special: bool = False, to_end: bool = False) -> Marked:
@@ -127,7 +142,7 @@ def supervised_row(tokenizer: Tokenizer, row: dict[str, Any], where: str, append
     form = form_of(row, SUPERVISED, where)
     variables = _variables(tokenizer, row, form, where)
     if "messages" in form:
-        return conversation(tokenizer, _messages(row["messages"], "messages", where), where, **variables)
+        return conversation(tokenizer, messages_of(row["messages"], "messages", where), where, **variables)
     if "prompt" in form:
         return continuation(tokenizer, _prompt(row, where), _reply(row, "completion", where), where, append_eos, **variables)
     text = row["text"]
@@ -156,7 +171,7 @@ def preference_row(tokenizer: Tokenizer, row: dict[str, Any], where: str, append
             continuation(tokenizer, prompt, _reply(row, name, where), where, append_eos, **variables) for name in PREFERENCES[1]
         )
     else:
-        chosen, rejected = (conversation(tokenizer, _messages(row[name], name, where), where, **variables) for name in PREFERENCES[1])
+        chosen, rejected = (conversation(tokenizer, messages_of(row[name], name, where), where, **variables) for name in PREFERENCES[1])
     if chosen.prompt != rejected.prompt:
         raise UserError(f"{where}: chosen and rejected do not continue the same prompt")
     return chosen, rejected
@@ -207,7 +222,7 @@ def _read_json(value: Any, kind: type, column: str, where: str) -> Any:
     return read
 
 
-def _messages(value: Any, column: str, where: str) -> list[Message]:
+def messages_of(value: Any, column: str, where: str) -> list[Message]:
     """A list of messages, each with a role."""
     if not isinstance(value, list | tuple) or not value or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in value):
         raise UserError(
@@ -217,7 +232,11 @@ def _messages(value: Any, column: str, where: str) -> list[Message]:
 
 
 def _message(message: Message, where: str) -> Message:
-    """A message as templates want it, and as the service reads it: arguments of calls as objects, parts that are text joined."""
+    """A message as templates want it, and as the service reads it: arguments of calls as objects, parts that are text joined.
+
+    A field that is null is absent, as in a table.
+    """
+    message = {name: value for name, value in message.items() if value is not None}
     content, calls = message.get("content"), message.get("tool_calls")
     if isinstance(content, list) and content and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
         message = message | {"content": "\n".join(part["text"] for part in content)}
@@ -237,7 +256,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _prompt(row: dict[str, Any], where: str) -> list[Message] | str:
-    return row["prompt"] if isinstance(row["prompt"], str) else _messages(row["prompt"], "prompt", where)
+    return row["prompt"] if isinstance(row["prompt"], str) else messages_of(row["prompt"], "prompt", where)
 
 
 def _reply(row: dict[str, Any], column: str, where: str) -> list[Message] | str:
@@ -249,4 +268,4 @@ def _reply(row: dict[str, Any], column: str, where: str) -> list[Message] | str:
     roles = [turn.get("role") if isinstance(turn, dict) else None for turn in turns] if isinstance(turns, list | tuple) else []
     if not roles or roles[0] != "assistant" or roles[-1] != "assistant":
         raise UserError(f"{where}: {column} is {str(value)[:80]!r}; expected a string, or messages of the assistant")
-    return _messages(turns, column, where)
+    return messages_of(turns, column, where)

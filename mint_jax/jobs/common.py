@@ -18,6 +18,7 @@ import numpy as np
 
 from mint_jax import host, mesh, multihost, trackers
 from mint_jax.bench import stamp
+from mint_jax.data import chat
 from mint_jax.data.order import epoch_indices
 from mint_jax.errors import UserError
 from mint_jax.files import write_file
@@ -247,4 +248,6 @@ def seed_of(config: Config, name: str) -> int:
 def encode(base: Base, prompt: Any) -> list[int]:
     """Token ids of a prompt: text as it is, messages through the chat template with the reply's opening."""
     tokenizer = base.need_tokenizer()
-    return tokenizer.encode(prompt) if isinstance(prompt, str) else tokenizer.encode_chat(list(prompt))
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt)
+    return tokenizer.encode_chat(chat.messages_of(prompt, "prompt", "an example"))

@@ -1,7 +1,8 @@
 """Completions of given prompts: JSONL in, JSONL out, base and adapters mixed in one batch.
 
-A line is ``{"prompt": "text"}``, ``{"messages": [...]}`` or ``{"tokens": [...]}``, with an optional ``id``, ``adapter`` (a PEFT
-directory, or a revision of ``config.catalog``), any setting of ``config.sampling`` in place of its default, ``logit_bias``, what
+A line is ``{"prompt": "text"}``, ``{"messages": [...]}`` (with ``tools`` and ``chat_template_kwargs`` for the chat template, if
+any) or ``{"tokens": [...]}``, with an optional ``id``, ``adapter`` (a PEFT directory, or a revision of ``config.catalog``), any
+setting of ``config.sampling`` in place of its default, ``logit_bias``, what
 is added to logits by token id, ``{"17": -100}``, and ``target_prompt_logprobs`` and ``prompt_logprobs_last_n``, see
 ``rollout.request``. A result is ``{"id", "prompt_tokens", "revision", "completions": [{"tokens", "logprobs", "text", "finish"}]}``,
 in the order of the input, with ``top_logprobs`` as lists of [token, log-probability] where a line asks for them, and what it asks of
@@ -16,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from mint_jax.data import chat
 from mint_jax.data.sources import numbered_rows
 from mint_jax.errors import UserError
 from mint_jax.jobs import adapters, catalogs, common, preflight, settings
@@ -56,7 +58,7 @@ SETTINGS = {  # per-line settings and their types
 
 
 OF_PROMPT = ("prompt_logprobs", "top_prompt_logprobs", "target_prompt_logprobs", "prompt_alternatives")
-KEYS = ("id", "adapter", "prompt", "messages", "tokens", "text", *SETTINGS)
+KEYS = ("id", "adapter", "prompt", "messages", "tokens", "text", *chat.OF_CHATS, *SETTINGS)
 
 
 def request_of(base: Base, row: dict[str, Any], defaults: dict[str, Any], where: str) -> Request:
@@ -106,7 +108,9 @@ def _prompt(base: Base, row: dict[str, Any], where: str) -> list[int]:
         if not turns or not all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in turns):
             wanted = 'expected a list of {"role": ..., "content": ...}; plain text is called prompt'
             raise UserError(f"{where}: messages is {str(messages)[:80]!r}; {wanted}")
-        return common.encode(base, messages)
+        return chat.prompt_tokens(base.need_tokenizer(), row, where)
+    if given := [name for name in chat.OF_CHATS if name in row]:
+        raise UserError(f"{where} has {given[0]} beside plain text, which no chat template renders: give messages, or leave it out")
     return common.encode(base, row["prompt"]) if "prompt" in row else tokens_of(base, row, where)
 
 

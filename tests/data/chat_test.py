@@ -213,6 +213,34 @@ def test_tools_and_arguments_reach_the_template_as_objects(tooled, as_json):
     assert [part for learn, part in runs(tooled, rejected) if learn] == ["4" + END]
 
 
+def test_prompts_to_sample_are_those_that_are_learned(tooled):
+    """Tools, variables and arguments as JSON text, in front of the reply's opening."""
+    row = {"messages": [turn("user", "q"), call('{"a": 1}'), {"role": "tool", "content": "4"}], "tools": [TOOL]}
+    prompt = chat.prompt_tokens(tooled, row, "row")
+    marked = chat.supervised_row(tooled, row | {"messages": [*row["messages"], turn("assistant", "four")]}, "row")
+    assert marked.tokens[: len(prompt)] == prompt
+    assert prompt != chat.prompt_tokens(tooled, row | {"tools": None}, "row")
+    bare = chat.prompt_tokens(tooled, row | {"chat_template_kwargs": {"enable_thinking": False}}, "row")
+    assert tooled.decode(bare).endswith("<think></think>")
+    assert bare[: len(prompt)] == prompt
+
+
+def test_nulls_of_messages_are_absent_and_those_of_arguments_are_not(tooled):
+    """As in a table; a template would write None."""
+    null = [turn("user", "q") | {"name": None, "tool_calls": None}, call({"a": None})]
+    text = tooled.decode(chat.supervised_row(tooled, {"messages": null}, "row").tokens, skip_special=False)
+    assert '{"a": null}' in text
+    assert "None" not in text
+    plain = Tokenizer.render(tooled, chat.messages_of([{"role": "assistant", "content": None}], "messages", "row"), False)
+    assert plain == "<|im_start|>assistant\n<|im_end|>\n"
+
+
+def test_a_template_s_refusal_names_the_row(tmp_path):
+    save(tmp_path, byte_level(), chat_template="{{ raise_exception('no system turns') }}")
+    with pytest.raises(UserError, match=r"rows.jsonl:7: the chat template refuses .*no system turns"):
+        chat.supervised_row(Tokenizer(tmp_path), {"messages": [turn("user", "q"), turn("assistant", "a")]}, "rows.jsonl:7")
+
+
 def test_arguments_are_decoded_once(tooled):
     """A text that is JSON inside of the arguments stays text."""
     marked = chat.supervised_row(tooled, {"messages": [turn("user", "q"), call('{"a": "{\\"b\\": 1}"}')]}, "row")
