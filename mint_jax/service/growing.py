@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mint_jax.data.tokenizer import Tokenizer
-from mint_jax.rollout.detokenize import Decode, Detokenizer, text_behind
+from mint_jax.rollout.detokenize import HALF, Decode, Detokenizer, text_behind
 from mint_jax.rollout.stops import Stops
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -78,7 +78,7 @@ class Places:
             if token in self._texts.special and not (self._shown and data.decode() in text[self._next : self._next + len(data) + 1]):
                 data = b""
             part = data.decode(errors="replace")
-            if not text.startswith(part, self._next):  # blanks come and go at the beginning of words
+            if HALF not in part and not text.startswith(part, self._next):  # blanks come and go at the beginning of words
                 if text.startswith(" " + part, self._next):
                     self._next += 1
                 elif part.startswith(" ") and text.startswith(part[1:], self._next):
