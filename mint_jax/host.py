@@ -6,6 +6,7 @@ import importlib.util
 import os
 import re
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -93,6 +94,31 @@ def use_compilation_cache(directory: str | Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+_abandoned: list[threading.Thread] = []
+
+
+def may_abandon(thread: threading.Thread) -> None:
+    """Lets the process end while this daemon thread compiles or loads, see ``leave``."""
+    _abandoned.append(thread)
+
+
+def is_abandoning() -> bool:
+    """Whether a thread that ``may_abandon`` named still runs."""
+    return any(thread.is_alive() for thread in _abandoned)
+
+
+def leave(status: int) -> None:
+    """Ends the process where it would abandon a thread; returns elsewhere, for an ordinary end.
+
+    An ordinary end waits for what XLA compiles, and then aborts: a daemon thread that asks for the GIL of an interpreter that is
+    gone is ended by an exception that unwinds C++ frames (exit code 134 after 18 s).
+    """
+    if is_abandoning():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def keep_stdout() -> None:

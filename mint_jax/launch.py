@@ -196,6 +196,7 @@ def _with_jax(args: argparse.Namespace, config: Config, workdir: Path) -> None:
     multihost.barrier("end")
     if result.get("failed"):  # points of a sweep; its report has their reasons
         sys.exit(1)
+    host.leave(0)
 
 
 def show(config: Config, result: dict[str, Any], workdir: Path) -> None:
@@ -256,10 +257,16 @@ def cli() -> None:
         _leave(128 + number, str(error))
         sys.exit(128 + number)
     except Exception as error:
-        if not _which():
+        if not (_which() or _abandons()):
             raise
         traceback.print_exc()
         _leave(1, repr(error))
+
+
+def _abandons() -> bool:
+    """Whether an ordinary end would abort: see ``host.leave``."""
+    loaded = sys.modules.get("mint_jax.host")
+    return loaded is not None and hasattr(loaded, "is_abandoning") and loaded.is_abandoning()
 
 
 def _which() -> str:

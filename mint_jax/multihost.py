@@ -28,6 +28,7 @@ import numpy as np
 from jax._src import distributed  # the key-value store of jax.distributed has no public name
 from jax.sharding import NamedSharding, PartitionSpec
 
+from mint_jax import host
 from mint_jax.errors import UserError
 
 VARIABLES = ("MINT_COORDINATOR", "MINT_PROCESSES", "MINT_PROCESS")
@@ -374,13 +375,14 @@ def place(tree: Any, shardings: Any) -> Any:
 
 
 def leave(status: int, reason: str) -> None:
-    """Ends a failed process where there are several; returns in a single one.
+    """Ends a failed process where there are several; a single one only where it abandons a thread, see ``host.leave``.
 
     An ordinary exit would wait for the others, which may be waiting for this one. Process 0 has the key-value store, without
     which the others abort: it gives those that fail for the same reason ``LEAVE_S`` seconds to say so. The rest hear the reason
     where they next wait, or lose their connection, and end too.
     """
     if count() == 1:
+        host.leave(status)
         return
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,13 +1,15 @@
 """A program's name is said while it compiles, and nothing is said of what is quick."""
 
 import io
+import threading
 import time
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from mint_jax import compiling
+from mint_jax import compiling, host
+from mint_jax.compiling import Program, Programs
 
 
 @pytest.fixture
@@ -59,3 +61,56 @@ def test_the_line_comes_before_the_end_and_quick_programs_have_none():
     announcer.ended(compiling.EVENT, 75.0, fun_name="long")
     announcer.ended(compiling.EVENT, 75.0, fun_name="long")  # an end without a start
     assert out.getvalue() == "compiling long …\ncompiled long in 1:15\n"
+
+
+def test_programs_are_compiled_by_urgency_and_first_what_somebody_waits_for():
+    built, entered, go = [], threading.Event(), threading.Event()
+
+    def program(key, urgency):
+        def build():
+            entered.set()
+            assert go.wait(10)
+            built.append(key)
+
+        return Program(key, key, build, urgency)
+
+    changed = threading.Semaphore(0)
+    programs = Programs([program("rare", 2), program("a", 1), program("b", 1), program("first", 0), program("c", 1)], changed.release)
+    programs.start()
+    assert entered.wait(10)
+    assert not programs.want("rare")
+    assert not programs.has("first")
+    go.set()
+    assert programs.wait(10)
+    assert built == ["first", "rare", "a", "b", "c"]
+    assert programs.want("a")
+    assert (programs.ready, programs.total, programs.now) == (5, 5, "")
+    assert all(changed.acquire(blocking=False) for _ in built)
+
+
+def test_a_program_that_cannot_be_compiled_is_told_and_ends_the_rest():
+    def fails():
+        raise ValueError("no such instruction")
+
+    programs = Programs([Program("a", "a", fails), Program("b", "b", lambda: None)])
+    programs.start()
+    assert not programs.wait(10)
+    assert isinstance(programs.failed, ValueError)
+    assert programs.ready == 0
+
+
+def test_closing_waits_for_no_program():
+    go, entered = threading.Event(), threading.Event()
+
+    def build():
+        entered.set()
+        assert go.wait(10)
+
+    programs = Programs([Program("a", "a", build), Program("b", "b", lambda: None)])
+    programs.start()
+    assert entered.wait(10)
+    programs.close()
+    assert host.is_abandoning()
+    go.set()
+    assert not programs.wait(10)
+    assert (programs.has("a"), programs.has("b")) == (True, False)

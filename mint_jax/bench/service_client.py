@@ -24,7 +24,7 @@ POLL_S = 45.0  # the official client's patience with one long poll
 
 
 class Served:
-    """The job ``serve`` in a process of its own; ``ready`` waits for it.
+    """The job ``serve`` in a process of its own; ``listening`` and ``ready`` wait for it, in this order.
 
     Args:
         program: the module that runs jobs.
@@ -36,22 +36,35 @@ class Served:
 
     def __init__(self, program: str, config: str, workdir: Path, options: Mapping[str, Any], environment: Mapping[str, str] | None = None):
         workdir.parent.mkdir(parents=True, exist_ok=True)
+        self._workdir = workdir
         self._log = workdir.with_name(f"{workdir.name}.log")
         told = [f"--config.{name}={value}" for name, value in options.items()]
         command = [sys.executable, "-m", program, f"--config={config}", f"--workdir={workdir}", *told]
         with self._log.open("w") as log:
             self.process = subprocess.Popen(command, env=os.environ | (environment or {}), stdout=subprocess.PIPE, stderr=log, text=True)
 
-    def ready(self) -> str:
-        """Waits until it serves; its URL.
+    def listening(self) -> str:
+        """Waits until its port is open; its URL.
 
         Raises:
             RuntimeError: it ended before; with its log's end.
         """
+        return self._told("listening")
+
+    def ready(self) -> str:
+        """Waits until everything is compiled; its URL.
+
+        Raises:
+            RuntimeError: it ended before; with its log's end.
+        """
+        return self._told("ready")
+
+    def _told(self, word: str) -> str:
         assert self.process.stdout is not None
-        if not (line := self.process.stdout.readline()):
-            raise RuntimeError(f"the server ended with {self.process.wait()}: {self.log()}")
-        return json.loads(line)["url"]
+        while line := self.process.stdout.readline():
+            if word in (told := json.loads(line)):
+                return told["url"]
+        raise RuntimeError(f"the server ended with {self.process.wait()}: {self.log()}")
 
     def log(self) -> str:
         """The end of its stderr."""
@@ -68,16 +81,16 @@ class Served:
             self.process.communicate()
 
     def stop(self) -> dict[str, Any]:
-        """SIGTERM; the result that it prints.
+        """SIGTERM; the result that it leaves.
 
         Raises:
             RuntimeError: it ended otherwise than it should; with its log's end.
         """
         self.process.send_signal(signal.SIGTERM)
-        out, _ = self.process.communicate(timeout=WAIT_S)
+        self.process.communicate(timeout=WAIT_S)
         if self.process.returncode:
             raise RuntimeError(f"the server ended with {self.process.returncode}: {self.log()}")
-        return json.loads(out.splitlines()[-1])
+        return json.loads((self._workdir / "result.json").read_text())
 
 
 class Failed(Exception):

@@ -35,6 +35,7 @@ BENCHES = (  # modules of ``mint_jax.bench``
     "journal",
     "service",
     "service_load",
+    "serve_start",
     "decode_vs_vllm",
 )
 ALONE = ("bench", "pretrain", "schedule", "sweep")  # run in one process: files in, files out, or a measurement of one machine

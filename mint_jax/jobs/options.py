@@ -18,7 +18,7 @@ from mint_jax.models.kernels import Kernels
 from mint_jax.rollout.ranges import check_ranges
 from mint_jax.sweeps.grid import Grid, Picture, Reference
 from mint_jax.train import advantages
-from mint_jax.train.config import KINDS, SHAPES, LossConfig, OptimizerConfig
+from mint_jax.train.config import KINDS, LossConfig, OptimizerConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +32,7 @@ Place = Annotated[str, "path"]
 Count = Annotated[int, Least(1)]
 Natural = Annotated[int, Least(0)]
 TOO_LONG = ("refuse", "cut", "drop")
+PRECOMPILE = ("background", "before", "only")
 
 
 class Open:
@@ -532,7 +533,7 @@ class Serve(WithCatalog):
         ranks: of policies: each takes the next of these, powers of two.
         slots: of policies in training on the device, for each of ranks; further ones wait in memory and on the disk.
         adapters: of revisions to be sampled on the device, for each of ranks.
-        shapes: blocks, rows, tokens and targets a position of the training steps there are.
+        shapes: blocks, rows, tokens and targets a position of the training steps there are; empty: those that suit the devices.
         max_rows: rows that are sampled together.
         cache_gib: of the sampler's cache, GiB at most; 0: one on a CPU, most of the free memory elsewhere.
         reuse_decoded: prompts that begin with what was drawn before, a chat's next turn say, are not read again as far as the cache has
@@ -540,6 +541,8 @@ class Serve(WithCatalog):
         host_gib: of idle policies' states in host memory, and of cached adapters, each.
         gap_s: seconds that rows which decode wait for a training step at most, where any is as short.
         idle_gap_s: the same while none decode.
+        precompile: background: requests are served as soon as their own programs are compiled, the others are compiled meanwhile;
+            before: none is served before all are; only: compiles all into the cache and ends, for images and later starts.
         snapshot_every: updates of a policy between two snapshots of its state.
         snapshot_s: seconds after which one is taken all the same.
         session_s: seconds without a request of its client after which a session ends, and its policies leave training; only time in which
@@ -569,13 +572,14 @@ class Serve(WithCatalog):
     ranks: tuple[int, ...] = (32,)
     slots: Count = 4
     adapters: Count = 16
-    shapes: tuple[Any, ...] = tuple(tuple(shape) for shape in SHAPES)
+    shapes: tuple[Any, ...] = ()
     max_rows: Count = 32
     cache_gib: float = 0.0
     reuse_decoded: bool = False
     host_gib: float = 4.0
     gap_s: float = 0.5
     idle_gap_s: float = 2.0
+    precompile: str = "background"
     snapshot_every: Count = 16
     snapshot_s: float = 60.0
     session_s: float = 86400.0
@@ -586,6 +590,11 @@ class Serve(WithCatalog):
     tenant_tokens: Natural = 0
     tenant_policies: Natural = 0
     tenant_gib: float = 0.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.precompile not in PRECOMPILE:
+            raise choice("precompile", self.precompile, PRECOMPILE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,14 +1,17 @@
 """Serves one base: many tenants train adapters over it and sample from them, by Tinker's and OpenAI's clients.
 
-When everything is compiled it prints one line, ``{"ready": true, "url": ...}``, and serves until SIGTERM or Ctrl-C. What was
-acknowledged is in the workdir: the same command goes on with it.
+It prints ``{"listening": true, "url": ...}`` before it loads the base, ``{"ready": true, "url": ...}`` when everything is compiled, and
+serves until SIGTERM or Ctrl-C. Requests are served as soon as what they need is compiled. What was acknowledged is in the workdir: the
+same command goes on with it.
 """
 
+import contextlib
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
-from mint_jax import multihost
+from mint_jax import host, multihost
 from mint_jax.errors import UserError
 from mint_jax.jobs import common, settings
 from mint_jax.jobs.common import Config
@@ -49,8 +52,11 @@ def sizes_of(config: Config) -> Any:
     )
 
 
+STOP_S = 5.0  # for a server that is being opened when the program is told to stop; its journal is then as after a kill
+
+
 def run(config: Config, workdir: Path) -> dict[str, Any]:
-    """Serves until it is told to stop."""
+    """Serves until it is told to stop; with ``precompile=only`` it fills the compilation cache and returns."""
     settings.complete(config)
     if (count := multihost.count()) > 1:
         raise UserError(f"the service is of one process, here are {count}: start one over all its devices")
@@ -60,6 +66,7 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
         from mint_jax.service.openai_types import OPENAI, WIDE
         from mint_jax.service.quotas import Quota, Quotas
         from mint_jax.service.server import Server
+        from mint_jax.service.starting import Starting
     except ImportError as error:
         raise UserError(f"the service needs {error.name}: install mint-jax[serve]") from None
     keys = Keys(Path(config.api_keys)) if config.api_keys else None
@@ -71,34 +78,80 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
     )
     quotas = Quotas(default, Path(config.api_keys) if config.api_keys else None)
     limits = gate.Limits(body_bytes=config.body_mb << 20, tenant=config.tenant_requests, held_bytes=int(config.bodies_gib * 2**30))
-    held = Hold(workdir)
-    try:
-        common.save_config(config, workdir)
+    bars: list[Progress] = []
+
+    def compiling(name: str, done: int, total: int) -> None:
+        starting.doing = f"compiling {name}: {done} of {total} programs are ready"
+        bars[:] = bars or [Progress("compiling", total)]
+        bars[0].update(done, name)
+
+    def open_server() -> Server:
         base = common.open_base(config)
         named = {"name": config.name or None, "tokenizer": config.tokenizer or None}
         folder = Path(config.peft_folder) if config.peft_folder else None
-        server = Server(base, workdir, sizes, config.catalog or None, config.payloads or None, **named, peft_folder=folder, quotas=quotas)
-        progress: list[Progress] = []
+        return Server(base, workdir, sizes, config.catalog or None, config.payloads or None, **named, peft_folder=folder, quotas=quotas)
 
-        def warmed(what: str, done: int, total: int) -> None:
-            if not done:
-                progress.append(Progress("compiling", total))
-            progress[-1].update(done, what)
+    tls = {"ssl_certfile": config.certificate, "ssl_keyfile": config.private_key or None} if config.certificate else {}
+    url = ""
+    opening = threading.Lock()
+    opened = contextlib.ExitStack()
+    servers: list[Server] = []
+    failed: list[BaseException] = []
 
-        server.warm(warmed)
-        tls = {"ssl_certfile": config.certificate, "ssl_keyfile": config.private_key or None} if config.certificate else {}
-
-        def started(port: int) -> None:
-            where = f"[{config.host}]" if ":" in config.host else config.host
-            print(json.dumps({"ready": True, "url": f"{'https' if tls else 'http'}://{where}:{port}"}), flush=True)
-
-        with server.running():
+    def serve() -> None:
+        try:
+            starting.doing = f"loading {config.base}"
+            server = open_server()
+            if config.precompile == "before":
+                server.warm(compiling)
+            starting.doing = "reading its workdir"
+            with opening:
+                if web.should_exit:
+                    return
+                if config.precompile == "background":
+                    server.compile_beside(compiling)
+                opened.enter_context(server.running())
+                servers.append(server)
             bounds = OPENAI if config.openai_limits else WIDE
-            web = app.Web(server, app.make(server, keys, limits, config.hosts, bounds), config.host, config.port, started, **tls)
-            web.run()
+            starting.begin(app.make(server, keys, limits, config.hosts, bounds), server.end_waits)
+            if server.programs is None or server.programs.wait():
+                print(json.dumps({"ready": True, "url": url}), flush=True)
+            elif server.programs.failed is not None:
+                raise server.programs.failed
+        except BaseException as error:  # raised again below, by the thread that ends the program
+            failed.append(error)
+            web.should_exit = True
+
+    starter = threading.Thread(target=serve, name="starter", daemon=True)
+
+    def started(port: int) -> None:
+        nonlocal url
+        where = f"[{config.host}]" if ":" in config.host else config.host
+        url = f"{'https' if tls else 'http'}://{where}:{port}"
+        print(json.dumps({"listening": True, "url": url}), flush=True)
+        host.may_abandon(starter)
+        starter.start()
+
+    starting = Starting()
+    held = Hold(workdir)
+    try:
+        common.save_config(config, workdir)
+        if config.precompile == "only":
+            with contextlib.closing(open_server()) as server:
+                return {"job": "serve", "compiled": server.warm(compiling)}
+        web = app.Web(starting, starting, config.host, config.port, started, **tls)
+        web.run()
         if not web.started:
             raise UserError(f"port {config.port} of {config.host} cannot be used: choose another --config.port, or 0 for any that is free")
+        if opening.acquire(timeout=STOP_S):
+            opened.close()
     finally:
         held.release()
-    counts = {"tokens_sampled": server.engine.counts["drawn_tokens"], "training_steps": server.live.counts["steps"]}
+    if failed:
+        raise failed[0]
+    done = servers[0] if servers else None
+    counts = {
+        "tokens_sampled": 0 if done is None else done.engine.counts["drawn_tokens"],
+        "training_steps": 0 if done is None else done.live.counts["steps"],
+    }
     return {"job": "serve", "stopped_by": web.stopped_by, **counts}

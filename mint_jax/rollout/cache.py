@@ -95,6 +95,10 @@ class Cache:
         """The experts of the first ``count`` tokens of pages, ``[count, L, X]``."""
         return self.calls.routes(self._ids(part, pages[: pages_for(count, PAGE)], 0), part * SWAP_PAGES, count)
 
+    def nowhere(self) -> np.ndarray:
+        """Numbers of pages for one call, all of pages that are not there."""
+        return self._ids(0, [], plans.NOWHERE)[0]
+
     def _ids(self, part: int, pages: Sequence[int], none: int) -> list[np.ndarray]:
         """Numbers of pages for calls of SWAP_PAGES each, one at least, the other parts' beside them."""
         out = []

@@ -199,6 +199,12 @@ def empty_pool(cfg: ModelConfig, mesh: Mesh, pages: int, dtype: Any, routes: boo
         return _maker(cfg, mesh, pages, jnp.dtype(dtype), routes)()
 
 
+def abstract_pool(cfg: ModelConfig, mesh: Mesh, pages: int, dtype: Any, routes: bool = False) -> Pool:
+    """Shapes and shardings of ``empty_pool``'s, for compiling."""
+    specs = pool_specs(cfg, pages * page_parts(cfg, mesh), jnp.dtype(dtype), routes, lanes(mesh))
+    return jax.tree.map(lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), specs, pool_shardings(cfg, specs, mesh))
+
+
 @functools.lru_cache(16)  # an engine that gives its cache's memory back asks in every call
 def _maker(cfg: ModelConfig, mesh: Mesh, pages: int, dtype: Any, routes: bool) -> Callable[[], Pool]:
     specs = pool_specs(cfg, pages * page_parts(cfg, mesh), dtype, routes, lanes(mesh))

@@ -14,11 +14,13 @@ Of several processes over one mesh the first runs the loop, and tells the others
 A request and its seed give the same tokens and log-probabilities, bit for bit, at one number of rows, whatever the other rows, their
 order, the pages, hits of the prompts' cache (but with ``reuse_decoded``), when its blocks are prefilled, preemption and the
 steps of a dispatch. Programs of different numbers of rows may round differently (on a CPU products of 2 to 32 rows sum alike); an
-engine with one entry in ``rows`` has but one.
+engine with one entry in ``rows`` has but one. Which of them runs depends on how many rows there are and, while programs are compiled
+beside the loop (``compiled``), on which are ready.
 """
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import threading
@@ -29,8 +31,10 @@ from concurrent.futures import Future
 from typing import Any, Literal, Protocol
 
 import jax
+import numpy as np
 
 from mint_jax import multihost
+from mint_jax.compiling import Program, Programs, abstract
 from mint_jax.errors import UserError
 from mint_jax.lora.tree import Slot, Stacks
 from mint_jax.models.base import Base
@@ -57,7 +61,7 @@ CPU_BLOCKS, BLOCKS = 4, 16
 DRAWN = 2  # what a token that is drawn counts beside one that is prefilled, where tenants share (arXiv 2401.00588, section 3.1)
 READS = 4  # calls of prefill between two dispatches while the engine serves: 512 tokens on a CPU, 2,048 elsewhere
 COUNTS = ("prefills", "prefilled_tokens", "reused_tokens", "decodes", "drawn_tokens", "preempted")  # all are shown from the start, as 0
-LOOK_S = 0.02  # how long new requests may go unseen while all that are there wait for adapters
+LOOK_S = 0.02  # how long new requests may go unseen while all that are there wait for adapters or programs
 
 
 class Lease(Protocol):
@@ -130,6 +134,7 @@ class Engine:
 
     Attributes:
         counts: what was done so far: tokens prefilled, reused and drawn, dispatches, samples preempted.
+        compiled: while it is compiled what ``programs`` lists, which of these may be run; None: any, compiled where it is called.
 
     Raises:
         UserError: ``keep_routes`` with a base that has no experts; sizes out of their range.
@@ -169,6 +174,7 @@ class Engine:
         self.calls = Calls(base, keep_routes, [*self.rows, self.blocks, self.table])
         self.cache = Cache(base, self.rows[-1], self.calls, cache_bytes)
         self._schedule = Schedule([Pages(0, PAGE)] * self.parts, 0)
+        self.compiled: Programs | None = None
         self._residency: Residents | None = None
         self._beside: Beside | None = None
         self._tokens: Counter[str] = Counter()  # of each tenant in this turn
@@ -318,6 +324,11 @@ class Engine:
         """Whether the loop runs, and takes requests."""
         return self._thread is not None and not self._stopping
 
+    @property
+    def able(self) -> bool:
+        """Whether what every request needs is compiled; from any thread."""
+        return bool(self._usable())
+
     def in_flight(self) -> Counter[tuple[str, str | None]]:
         """Requests that have not ended, by tenant and revision; from any thread."""
         return Counter((job.stream.request.tenant, job.stream.request.revision) for job in [*self._jobs, *self._inbox])
@@ -377,27 +388,60 @@ class Engine:
             return self.calls.follow(residency)
 
     def warm(self, stacks: Stacks | None = None, progress: Callable[[str, int, int], None] | None = None) -> None:
-        """Compiles every program there is for these stacks, so that no request waits for one.
+        """Makes the cache as large as it may be, and compiles every program, so that no request waits for one.
 
         Args:
             progress: called with (what, done, in all) before each; of several processes, in the first.
         """
-        if not multihost.is_main():
-            self._follow({} if stacks is None else stacks)
-            return
-        with self._driving({} if stacks is None else stacks):
-            self._hold(None)
-            todo: list[tuple[str, Callable[[], Any]]] = []
-            todo.append((f"prefill of {self.blocks * PAGE} tokens", lambda: self._prefill([[]] * self.parts)))
-            todo.append(("scores of a prompt", lambda: self._prefill([[]] * self.parts, score=True)))
-            todo += [(f"decoding of {r} rows", lambda r=r: self._decode([], r)) for r in self.rows]
-            todo.append(("pages to and from the host", lambda: self.cache.restore(self.cache.keep(0, []), 0, [])))
+        stacks = {} if stacks is None else stacks
+        if multihost.is_main():
+            with self._driving(stacks):
+                self._hold(None)
+        else:
+            self._follow(stacks)
+        for i, program in enumerate(todo := self.programs(stacks)):
+            if progress is not None and multihost.is_main():
+                progress(program.name, i, len(todo))
+            program.build()
+
+    def programs(self, stacks: Stacks) -> list[Program]:
+        """Every program of an engine that serves over these stacks."""
+        cfg, params, shapes, cache = self.base.cfg, self.base.params, abstract(stacks), self.cache
+        pool = device.abstract_pool(cfg, self.base.mesh, cache.most, self.base.dtype, self.keep_routes)
+
+        def lowered(function: Any, *args: Any) -> None:
+            with jax.set_mesh(self.base.mesh):
+                function.lower(*args, cfg=cfg).compile()
+
+        def prefill(score: bool = False) -> None:
+            plan = plans.blocks_plan([[]] * self.parts, self.blocks, self.table, stacks, score)
+            lowered(device.prefill, params, shapes, pool, plan)
+
+        def decode(rows: int) -> None:
+            plan, _ = plans.rows_plan([], rows, self.parts, self.table, cfg.vocab_size, stacks)
+            lowered(device.decode, params, shapes, pool, plan, np.int32(0))
+
+        def pages() -> None:
+            ids = cache.nowhere()
+            lowered(device.read_pages, pool, ids)
+            with jax.set_mesh(self.base.mesh):
+                held = jax.eval_shape(functools.partial(device.read_pages, cfg=cfg), pool, ids)
+            held = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), held)
+            lowered(device.write_pages, pool, ids, held)
+            if self.keep_routes:
+                lowered(device.read_pages, {"routes": pool["moe"]["routes"]}, ids)
             if self.reuse_decoded:
-                todo.append(("pages made of others", lambda: self.cache.move(0, [])))
-            for i, (what, call) in enumerate(todo):
-                if progress is not None:
-                    progress(what, i, len(todo))
-                call()
+                lowered(device.move_pages, pool, device.Moves(*[ids] * 5))  # type: ignore[arg-type]
+
+        return [
+            Program("prefill", f"prefill of {self.blocks * PAGE} tokens", prefill, 0),
+            *(
+                Program(("decode", r), f"decoding of {r} rows", functools.partial(decode, r), 0 if r == self.rows[0] else 1)
+                for r in self.rows
+            ),
+            Program("pages", "pages to and from the host", pages, 0),
+            Program("scores", "scores of a prompt", functools.partial(prefill, True), 2),
+        ]
 
     # -- the loop
 
@@ -434,7 +478,7 @@ class Engine:
                     for job in new:
                         self._begin(job)
                     worked = self._turn() if self._beside is None else self._turn_beside(self._beside)
-                    if not worked and self._residency is not None:  # nothing to do but to wait for adapters
+                    if not worked and self._residency is not None:  # nothing to do but to wait for adapters or programs
                         coming = [job.lease for job in self._jobs if job.lease is not None and not job.lease.done()]
                         self._residency.wait_ready(coming, LOOK_S)
         except BaseException as failure:
@@ -485,6 +529,9 @@ class Engine:
         self._drop_cancelled()
         if self._residency is not None:
             self._residency.commit_ready(self._commit_bytes)
+        if not (usable := self._usable()):
+            return False
+        self._schedule.rows = usable[-1] // self.parts
         before = len(self._schedule.running)
         self._schedule.admit(self._restore, self.steps, self._loaded)
         reads = 0
@@ -504,8 +551,16 @@ class Engine:
         rows = self._schedule.to_decode(self.steps, self._preempt)
         if rows:
             most = max(Counter(s.prompt.part for s, _ in rows).values())
-            self._decode(rows, next(r for r in self.rows if r >= self.parts * most))
+            self._decode(rows, next(r for r in usable if r >= self.parts * most))
         return bool(reads or rows or len(self._schedule.running) != before)
+
+    def _usable(self) -> list[int]:
+        """The numbers of rows that can be decoded; none before all that any request needs is compiled."""
+        if self.compiled is None:
+            return list(self.rows)
+        if not (self.compiled.has("prefill") and self.compiled.has("pages")):
+            return []
+        return [r for r in self.rows if self.compiled.has(("decode", r))]
 
     def _drop_cancelled(self) -> None:
         now = time.monotonic()
@@ -518,8 +573,10 @@ class Engine:
                         self._finish(sample, "cancelled")
 
     def _loaded(self, sample: Sample) -> bool:
-        """Whether a sample's adapter is in a slot; fills that in."""
+        """Whether a sample's adapter is in a slot, which it fills in, and what it needs is compiled."""
         job: _Job = sample.owner
+        if self.compiled is not None and sample.prompt.scored_from is not None and not self.compiled.want("scores"):
+            return False
         if job.lease is None:
             return True
         if not job.lease.done() or job.lease.exception() is not None:  # a failure is told at the next turn

@@ -33,6 +33,7 @@ from mint_jax.service.mint_extras import MintExtras
 from mint_jax.service.openai_types import OPENAI, Bounds
 from mint_jax.service.quotas import Busy, OverQuota
 from mint_jax.service.server import Server
+from mint_jax.service.starting import Starting
 from mint_jax.service.tinker import Tinker
 from mint_jax.service.tinker_futures import Futures
 from mint_jax.service.tinker_rest import Rest
@@ -114,7 +115,7 @@ def make(server: Server, keys: Keys | None = None, limits: Limits | None = None,
             Source("training", "counter", "What live training did.", lambda: live.counts),
             gaps_of("decode_gap_seconds", "How long rows that decode waited for training.", lambda: list(loop.gaps)),
         ],
-        ready=server.trouble,
+        ready=server.readiness,
         state=functools.partial(status.state_of, server),
         registry=server.metrics,
     )
@@ -143,7 +144,8 @@ class Web(uvicorn.Server):
     """Serves an application until a signal or ``should_exit`` says to stop: what is being answered ends, long polls end at once.
 
     Args:
-        app: from ``make``.
+        server: whose ``end_waits`` ends long polls: a ``Server`` or a ``Starting``.
+        app: from ``make``, or what becomes one.
         started: called with the port once connections are taken.
         options: further ones of ``uvicorn.Config``.
 
@@ -151,7 +153,9 @@ class Web(uvicorn.Server):
         stopped_by: the signal's name.
     """
 
-    def __init__(self, server: Server, app: Any, host: str, port: int, started: Callable[[int], None] = lambda port: None, **options: Any):
+    def __init__(
+        self, server: Server | Starting, app: Any, host: str, port: int, started: Callable[[int], None] = lambda port: None, **options: Any
+    ):
         settings = {"log_config": None, "access_log": False, "http": connections.timed(), "ws": "none", "lifespan": "off"} | options
         super().__init__(uvicorn.Config(app, host, port, timeout_graceful_shutdown=DRAIN_S, backlog=2048, **settings))
         self._server, self._when_started, self.stopped_by = server, started, ""

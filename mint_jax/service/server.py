@@ -26,6 +26,7 @@ from mint_jax.catalog.lifecycle import Catalog
 from mint_jax.catalog.packed import unpack
 from mint_jax.catalog.records.database import DatabaseFailed
 from mint_jax.catalog.storage.interface import StorageFailed
+from mint_jax.compiling import Program, Programs
 from mint_jax.errors import UserError
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig
@@ -57,7 +58,7 @@ from mint_jax.service.owned import Owned
 from mint_jax.service.provenance import Sequences
 from mint_jax.service.quotas import OverQuota, Quotas
 from mint_jax.service.weights import Weights
-from mint_jax.train.config import SHAPES, BlockShape
+from mint_jax.train.config import BlockShape
 from mint_jax.train.live import Live
 
 ALPHA = 32.0  # of every adapter: its delta is scaled by 32 / rank, whatever its rank (Schulman et al. 2025, "LoRA without regret")
@@ -74,7 +75,7 @@ class Sizes:
     Attributes:
         slots: of policies in training, by the largest rank that they take.
         adapters: of adapters to sample from, likewise.
-        shapes: of training steps.
+        shapes: of training steps; none: those that suit the devices.
         max_rows: rows decoded together.
         cache_bytes: of the sampler's cache; None: see ``rollout.cache``.
         reuse_decoded: see ``rollout.engine.Engine``.
@@ -86,7 +87,7 @@ class Sizes:
 
     slots: Mapping[int, int]
     adapters: Mapping[int, int]
-    shapes: Sequence[BlockShape] = SHAPES
+    shapes: Sequence[BlockShape] = ()
     max_rows: int = 32
     cache_bytes: int | None = None
     reuse_decoded: bool = False
@@ -188,14 +189,40 @@ class Server:
         self._contacts: dict[str, tuple[str, float]] = {}  # of open sessions: tenant and the last contact, monotonic seconds
         self._contacts_lock = threading.Lock()
         self.ready, self.started = False, self.monotonic()
+        self.programs: Programs | None = None
         self._ending = threading.Event()
 
     # -- its life
 
-    def warm(self, progress: Callable[[str, int, int], None] | None = None) -> None:
-        """Compiles every program there is."""
-        self.live.warm(progress)
-        self.engine.warm(self.residency.stacks, progress)
+    def warm(self, progress: Callable[[str, int, int], None] = lambda name, done, total: None) -> int:
+        """Compiles every program, before ``running``; how many there are.
+
+        Args:
+            progress: called with (what, done, in all) before each.
+        """
+        todo = self._all_programs()
+        for i, program in enumerate(todo):
+            progress(program.name, i, len(todo))
+            program.build()
+        return len(todo)
+
+    def compile_beside(self, progress: Callable[[str, int, int], None] = lambda name, done, total: None) -> Programs:
+        """Compiles every program in a thread of its own while ``running`` serves: requests wait for what they need, and for no more.
+
+        Args:
+            progress: as of ``warm``; called in that thread.
+        """
+        self.programs = Programs(self._all_programs(), self.engine.wake, progress)
+        self.engine.compiled = self.live.compiled = self.programs
+        self.programs.start()
+        return self.programs
+
+    def close(self) -> None:
+        """Closes a server that was never ``running``."""
+        self._opened.close()
+
+    def _all_programs(self) -> list[Program]:
+        return [*self.engine.programs(self.residency.stacks), *self.live.programs()]
 
     @contextlib.contextmanager
     def running(self) -> Iterator["Server"]:
@@ -228,6 +255,8 @@ class Server:
                     yield self
                 finally:
                     self.ready = False
+                    if self.programs is not None:
+                        self.programs.close()
                     self._ending.set()
                     keeper.join()
                     durable.close()  # before the loop: what it leaves undone did not fail, and runs again
@@ -264,8 +293,20 @@ class Server:
             last = [(id, self._contacts.setdefault(id, (tenant, now))[1]) for id, tenant in tenants.items()]
         return [id for id, at in last if now - at >= self.sizes.session_s]
 
+    def readiness(self) -> dict[str, Any]:
+        """``status`` is ``ready`` once everything is compiled, else what is missing; and what can be served meanwhile."""
+        found: dict[str, Any] = {"status": self.trouble()}
+        if (programs := self.programs) is not None:
+            if not found["status"] and not programs.done:
+                found["status"] = f"compiling {programs.now}: {programs.ready} of {programs.total} programs are ready"
+            found |= {"programs_ready": programs.ready, "programs": programs.total}
+            found |= {"samples": self.engine.able, "trains": self.live.able}
+        found["status"] = found["status"] or "ready"
+        return found
+
     def trouble(self, sampling: bool = False) -> str:
-        """Why requests would not be served now; empty if they would. ``sampling``: of samples alone, which need no disk."""
+        """Why requests would not be served now, or once their programs are compiled; empty if they would. ``sampling``: of samples
+        alone, which need no disk."""
         if not self.ready:
             return "it is starting or being stopped"
         if self.durable.failed is not None:

@@ -129,7 +129,8 @@ class Training:
     # -- the thread that owns the devices
 
     def turn(self, bound_s: float | None = None) -> bool:
-        """Computes one slice, of at most about ``bound_s`` seconds where any is that short; whether there was anything to do.
+        """Computes one slice, of at most about ``bound_s`` seconds where any is that short; whether there was anything to do for which
+        the programs are compiled.
 
         A failure that is nobody's mistake ends all requests, and is raised: what is on the devices may be lost.
         """
@@ -140,11 +141,10 @@ class Training:
         if not self._queues:
             return False
         try:
-            self._slice(bound_s)
+            return self._slice(bound_s)
         except BaseException as failure:
             self.close(failure)
             raise
-        return True
 
     def close(self, reason: BaseException) -> None:
         """Ends all requests with this reason, and refuses further ones."""
@@ -156,8 +156,10 @@ class Training:
             self.counters.end(operation.tenant)
             operation.future.set_exception(reason)
 
-    def _slice(self, bound_s: float | None) -> None:
-        heads = [queue[0] for queue in self._queues.values()]
+    def _slice(self, bound_s: float | None) -> bool:
+        heads = [queue[0] for queue in self._queues.values() if self._can_start(queue[0])]
+        if not heads:
+            return False
         place = {tenant: i for i, tenant in enumerate(self.counters.order(head.tenant for head in heads))}
         heads.sort(key=lambda head: place[head.tenant])
         first = heads[0]
@@ -170,6 +172,13 @@ class Training:
             self._call(first, first.what)
         if first.policy in self._queues:  # behind the other policies of its tenant
             self._queues[first.policy] = self._queues.pop(first.policy)
+        return True
+
+    def _can_start(self, operation: _Operation) -> bool:
+        """Whether what it needs is compiled; calls need nothing, for before the first step every policy is on the host."""
+        if isinstance(operation.what, Work):
+            return self.live.can_move() and self.live.can_start(operation.what)
+        return not isinstance(operation.what, OptimizerConfig) or self.live.can_move()
 
     def _step(self, heads: list[_Operation], bound_s: float | None) -> None:
         ready = [one for head in heads for one in self._until_update(head)]

@@ -96,7 +96,7 @@ class Watch:
 
     Args:
         sources: what else is shown.
-        ready: why requests would not be served now; empty if they would.
+        ready: what ``/ready`` answers: 200 where its ``status`` is ``ready``, else 503.
         state: for ``/debug/state``: what can be written as JSON, called in a thread.
         registry: where metrics are registered; give the same one to ``residency.metrics.Metrics`` and both are shown as one.
         table: the templates by which requests are labelled.
@@ -105,7 +105,7 @@ class Watch:
     def __init__(
         self,
         sources: Iterable[Source] = (),
-        ready: Callable[[], str] = lambda: "",
+        ready: Callable[[], dict[str, Any]] = lambda: {"status": "ready"},
         state: Callable[[], Any] = dict,
         registry: CollectorRegistry | None = None,
         table: Table = TABLE,
@@ -168,8 +168,8 @@ class Watch:
             return _json({"status": "ok"})
 
         async def ready(_: Request) -> Response:
-            reason = self._ready()
-            return _json({"status": reason or "ready"}, 503 if reason else 200)
+            found = self._ready()
+            return _json(found, 200 if found["status"] == "ready" else 503)
 
         async def state(_: Request) -> Response:
             return await run_in_threadpool(lambda: _json(self._state()))

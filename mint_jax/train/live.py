@@ -22,8 +22,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from mint_jax import multihost
+from mint_jax.compiling import Program, Programs, abstract
 from mint_jax.errors import UserError, choice
 from mint_jax.lora import tree as lora_tree
 from mint_jax.lora.tree import AdapterConfig, Slot
@@ -35,7 +37,7 @@ from mint_jax.train import one_slot
 from mint_jax.train import state as state_lib
 from mint_jax.train import step as step_lib
 from mint_jax.train.blocks import Block, Work
-from mint_jax.train.config import KINDS, SHAPES, BlockShape, OptimizerConfig
+from mint_jax.train.config import CPU_SHAPES, KINDS, SHAPES, BlockShape, OptimizerConfig
 from mint_jax.train.held import PARTS, Held, Spilled
 from mint_jax.train.losses import LossCoefs
 from mint_jax.train.state import Hyper, State
@@ -45,6 +47,11 @@ log = logging.getLogger("mint_jax.train")
 SPILL_RETRY_S = 5.0  # after the disk refused a state
 COUNTS = ("steps", "tokens", "padded_tokens", "slots_written", "slots_read", "spills_written", "spills_read")  # shown from the start, as 0
 NO_LOSS = LossCoefs(KINDS.index("cross_entropy"), 0.0, np.inf, 0, 0.0, 0.0, np.inf, 0.0)  # type: ignore[arg-type]
+
+
+def shapes_for(mesh: Mesh) -> tuple[BlockShape, ...]:
+    """The shapes that earn their compilation on a mesh's devices."""
+    return CPU_SHAPES if mesh.devices.flat[0].platform == "cpu" else SHAPES
 
 
 class Step(NamedTuple):
@@ -72,7 +79,7 @@ class Live:
         base: the resident base; read, never written.
         slots: of each rank bucket, a power of two, how many policies are on the device at once.
         targets: what policies may adapt; every slot has room for all of it.
-        shapes: of the steps there are; blocks are added until a mesh splits their rows evenly.
+        shapes: of the steps there are; none: ``shapes_for``; blocks are added until a mesh splits their rows evenly.
         remat: what the backward pass keeps, a key of ``transformer.REMAT``.
         host_bytes: of states in host memory; beyond them the ones not used for longest are written to files.
         folder: for these files; None keeps all in memory.
@@ -80,9 +87,11 @@ class Live:
     Attributes:
         counts: steps, tokens (padding counted and not), slots written and read, states written to files and read again.
         times: seconds of a step of each shape, as measured.
+        compiled: while it is compiled what ``programs`` lists, which of these may be run; None: any, compiled where it is called.
 
     Raises:
-        UserError: a bucket that is no power of two, no shapes, a target that the base does not have; there are several processes.
+        UserError: a bucket that is no power of two, no shape for plain targets, a target that the base does not have; there are several
+            processes.
     """
 
     def __init__(
@@ -90,7 +99,7 @@ class Live:
         base: Base,
         slots: Mapping[int, int],
         targets: Sequence[str] = (lora_tree.ALL_LINEAR, "unembed"),
-        shapes: Sequence[BlockShape] = SHAPES,
+        shapes: Sequence[BlockShape] = (),
         remat: str = "names",
         host_bytes: int = 4 << 30,
         folder: Path | None = None,
@@ -101,7 +110,8 @@ class Live:
             raise UserError(f"live training is of one process, here are {count}: start one over all its devices, or train by a job")
         if not slots or any(b != lora_tree.bucket_of(b) or n < 1 for b, n in slots.items()):
             raise UserError(f"slots is {dict(slots)}; expected numbers of slots by rank, ranks that are powers of two")
-        if not shapes or any(min(shape) < 1 for shape in shapes) or all(shape.width > 1 for shape in shapes):
+        shapes = shapes or shapes_for(base.mesh)
+        if any(min(shape) < 1 for shape in shapes) or all(shape.width > 1 for shape in shapes):
             raise UserError(f"shapes is {list(shapes)}; expected sizes of at least 1, one of them for plain targets")
         # The mesh splits rows: of a shape with fewer blocks than it has parts for them there are more.
         even = [shape._replace(blocks=_round_up(shape.blocks, shape.rows, base.row_multiple)) for shape in shapes]
@@ -113,6 +123,7 @@ class Live:
         self.counts: collections.Counter[str] = collections.Counter(dict.fromkeys(COUNTS, 0))
         self.times = StepTimes()
         self._spills_from = 0.0  # when the disk is tried again after it refused, monotonic seconds
+        self.compiled: Programs | None = None
         self._policies: dict[str, _Policy] = {}
         self._free = {bucket: list(range(n))[::-1] for bucket, n in self.slots.items()}
         self._clock = 0
@@ -214,7 +225,7 @@ class Live:
                 alike += [work] if work.policy in names else []
         found = []
         for shape in self.shapes:
-            if (shape.width > 1) == (first.width > 1):
+            if (shape.width > 1) == (first.width > 1) and self._has(first, shape):
                 made = blocks_lib.cut([work for work in alike if work.width <= shape.width], shape)
                 if any(block.work is first for block in made):
                     found.append((self.times.seconds(shape, first.backward), shape, made))
@@ -229,6 +240,31 @@ class Live:
     def _kind(self, work: Work) -> tuple[Any, ...]:
         """What must be the same in works of one step."""
         return self._known(work.policy).bucket, work.backward, work.width > 1, work.routed
+
+    def can_start(self, work: Work) -> bool:
+        """Whether a step that is compiled takes a part of what is left of a request; where none does the smallest such is compiled next."""
+        if self.compiled is None or work.policy not in self or not work.left:
+            return True
+        shortest = min(work.data[i].tokens.size for i in work.left)
+        fit = [s for s in self.shapes if (s.width > 1) == (work.width > 1) and s.width >= work.width and s.tokens >= shortest]
+        return not fit or any(self._has(work, shape) for shape in fit) or self.compiled.want(self._key(work, fit[0]))
+
+    def can_move(self) -> bool:
+        """Whether policies can be brought to slots and updated without compiling anything."""
+        return self.compiled is None or all(self.compiled.has(("update", bucket)) for bucket in self.slots)
+
+    @property
+    def able(self) -> bool:
+        """Whether a policy of each rank can be trained, by some step; from any thread."""
+        keys = (("step", bucket, shape, True, False) for bucket in self.slots for shape in self.shapes if shape.width == 1)
+        compiled = self.compiled
+        return compiled is None or (self.can_move() and {key[1] for key in keys if compiled.has(key)} == set(self.slots))
+
+    def _key(self, work: Work, shape: BlockShape) -> tuple[Any, ...]:
+        return "step", self._known(work.policy).bucket, shape, work.backward, work.routed
+
+    def _has(self, work: Work, shape: BlockShape) -> bool:
+        return self.compiled is None or self.compiled.has(self._key(work, shape))
 
     def step(self, works: Sequence[Work], bound_s: float | None = None) -> Step:
         """Computes a part of what is left of these requests, the first of them for certain, and hands them their results.
@@ -255,10 +291,7 @@ class Live:
         return Step(shape, made, seconds)
 
     def _run(self, bucket: int, batch: Any, coefs: Sequence[LossCoefs], slots: np.ndarray, backward: bool) -> tuple[np.ndarray, np.ndarray]:
-        padded = [*coefs, *[NO_LOSS] * (len(slots) - len(coefs))]
-        columns = zip(*padded)
-        kinds = ("kind", "kl_kind")
-        column = LossCoefs(*(np.array(c, np.int32 if n in kinds else np.float32) for n, c in zip(LossCoefs._fields, columns)))  # type: ignore[arg-type]
+        column = _column(coefs, len(slots))
         with jax.set_mesh(self.base.mesh):
             if backward:
                 stack = {bucket: self.state.pop(bucket)}  # donated
@@ -399,29 +432,64 @@ class Live:
                 self.counts["spills_written"] += 1
 
     def warm(self, progress: Callable[[str, int, int], None] | None = None) -> None:
-        """Compiles every program there is, and measures each shape, so that no request waits for either.
+        """Compiles every program there is, so that no request waits for one.
 
         Args:
             progress: called with (what, done, in all) before each.
         """
-        todo = [(bucket, shape, backward) for bucket in self.slots for shape in self.shapes for backward in (True, False)]
-        for i, (bucket, shape, backward) in enumerate(todo):
+        for i, program in enumerate(todo := self.programs()):
             if progress is not None:
-                what = "forward and backward" if backward else "forward"
-                progress(f"{what}, rank {bucket}, {shape.blocks} x {shape.rows} rows of {shape.tokens}", i, len(todo))
-            batch, _ = blocks_lib.fill([], shape)
-            nobody = np.full(shape.blocks, self.slots[bucket], np.int32)
-            for _ in range(2):
-                began = time.perf_counter()
-                self._run(bucket, batch, [], nobody, backward)
-                self.times.add(shape, backward, time.perf_counter() - began)
-        for bucket, count in self.slots.items():
-            nobody = jax.tree.map(lambda x, n=count: np.zeros((n, *x.shape), x.dtype), Hyper.of(OptimizerConfig()))
-            with jax.set_mesh(self.base.mesh):
-                stack, _ = step_lib.optim_step_with(self.state.pop(bucket), np.full(count, count, np.int32), np.int32(0), nobody)
-                one = one_slot.read(stack, np.int32(0))
-                self.state[bucket] = one_slot.write(stack, np.int32(0), jax.device_get(one), cfg=self.base.cfg)
-        self.state = dict(sorted(self.state.items()))
+                progress(program.name, i, len(todo))
+            program.build()
+
+    def programs(self) -> list[Program]:
+        """Every program: the updates of each rank, and its steps with and without a backward pass; with experts to replay, too, where
+        the base has some."""
+        out = []
+        smallest = next(shape for shape in self.shapes if shape.width == 1)
+        for bucket in self.slots:
+            build = functools.partial(self._compile_update, bucket, abstract(self.state[bucket]))
+            out.append(Program(("update", bucket), f"update, rank {bucket}", build, 0))
+            for routed in (False, True) if self.base.cfg.routed else (False,):
+                for backward in (True, False):
+                    for shape in self.shapes:
+                        what = "forward and backward" if backward else "forward"
+                        sizes = f"{shape.blocks} x {shape.rows} rows of {shape.tokens}"
+                        also = (f", {shape.width} targets a position" if shape.width > 1 else "") + (", with routes" if routed else "")
+                        urgency = 2 if shape.width > 1 or routed else 0 if backward and shape == smallest else 1
+                        build = functools.partial(self._compile_step, bucket, abstract(self.state[bucket]), shape, backward, routed)
+                        key = "step", bucket, shape, backward, routed
+                        out.append(Program(key, f"{what}, rank {bucket}, {sizes}{also}", build, urgency))
+        return out
+
+    def _compile_update(self, bucket: int, stack: Any) -> None:
+        count = self.slots[bucket]
+        hyper = jax.tree.map(lambda x: np.zeros((count, *x.shape), x.dtype), Hyper.of(OptimizerConfig()))
+        with jax.set_mesh(self.base.mesh):
+            step_lib.optim_step_with.lower(stack, np.full(count, count, np.int32), np.int32(0), hyper).compile()
+            one_slot.read.lower(stack, np.int32(0)).compile()
+            one = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), jax.eval_shape(one_slot.in_bucket, stack, np.int32(0)))
+            one_slot.write.lower(stack, np.int32(0), one, cfg=self.base.cfg).compile()
+
+    def _compile_step(self, bucket: int, stack: Any, shape: BlockShape, backward: bool, routed: bool) -> None:
+        cfg, params = self.base.cfg, self.base.params
+        batch, _ = blocks_lib.fill([], shape)
+        if routed:
+            like = transformer.cache_specs(cfg, 1, routes=True)["moe"]["routes"]
+            batch = dataclasses.replace(batch, routes=np.full((like.shape[0], *shape[:3], like.shape[-1]), -1, np.int16))  # type: ignore[arg-type]
+        column, slots = _column([], shape.blocks), {bucket: np.full(shape.blocks, self.slots[bucket], np.int32)}
+        with jax.set_mesh(self.base.mesh):
+            if backward:
+                step_lib.forward_backward.lower(params, {bucket: stack}, batch, column, slots, cfg=cfg, remat=self.remat).compile()
+            else:
+                step_lib.score_losses.lower(params, batch, column, {bucket: stack.adapters}, slots, cfg=cfg).compile()
+
+
+def _column(coefs: Sequence[LossCoefs], count: int) -> LossCoefs:
+    """The losses of the blocks of a step, ``[count]`` each; padding behind them has none."""
+    columns = zip(*[*coefs, *[NO_LOSS] * (count - len(coefs))])
+    kinds = ("kind", "kl_kind")
+    return LossCoefs(*(np.array(c, np.int32 if n in kinds else np.float32) for n, c in zip(LossCoefs._fields, columns)))  # type: ignore[arg-type]
 
 
 def _round_up(blocks: int, rows: int, parts: int) -> int:

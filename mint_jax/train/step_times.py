@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from mint_jax.train.config import BlockShape
 
 KEPT = 5  # measurements of a shape
+HOPE = 0.8  # of what a shape's tokens take in others, while it was never run: it is tried where a step would be full
 STALE_S = 60.0  # without a measurement, after which a shape's own say nothing about today's machine any more
 
 Key = tuple[BlockShape, bool]
@@ -39,8 +40,8 @@ class StepTimes:
         """What a step should take.
 
         The lower median of the last ``KEPT``; of a shape that was not measured for ``STALE_S``, the least of these and of what its tokens
-        take in the shapes that were, so that once in that time it may be tried again. Of one that never was, what its tokens take in
-        others, or their number where nothing was measured.
+        take in the shapes that were, so that once in that time it may be tried again. Of one that never was, ``HOPE`` of what its tokens
+        take in others, or their number where nothing was measured.
         """
         own = self._measured.get((shape, backward))
         if own is not None and self._fresh((shape, backward)):
@@ -49,6 +50,8 @@ class StepTimes:
         others = list(filter(self._fresh, others)) if own is not None else others
         known = [(key[0].size, statistics.median_low(self._measured[key])) for key in others]
         by_tokens = [shape.size * sum(s for _, s in known) / sum(n for n, _ in known)] if known else []
+        if own is None and by_tokens:
+            return HOPE * by_tokens[0]
         return min([*(own or ()), *by_tokens], default=float(shape.size))
 
     def _fresh(self, key: Key) -> bool:

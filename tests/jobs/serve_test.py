@@ -1,48 +1,28 @@
 """The job ``serve`` as a user starts it: one line says where it is, the official client trains and samples, SIGTERM ends it, and the same
 command goes on."""
 
-import json
 import os
-import signal
-import subprocess
-import sys
-import threading
+import time
 
+import httpx
 import pytest
 import tinker
 from tinker import types
 
+from mint_jax.bench.service_client import Served
 from mint_jax.errors import UserError
 from mint_jax.jobs import serve
-from tests.laws.configs_trace_test import ROOT, load
+from mint_jax.models.base import cache_dir
+from tests.laws.configs_trace_test import load
 
-WAIT_S = 600
+WAIT_S = 120
 
 
-class Served:
+def served(workdir, environment=None, **options) -> Served:
     """The command in a process of its own."""
-
-    def __init__(self, workdir, *options):
-        self.workdir = workdir
-        command = [sys.executable, "-m", "mint_jax.launch", "--config=configs/serve.py:ci", f"--workdir={workdir}", *options]
-        environment = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-        pipe = subprocess.PIPE
-        self.process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
-        self.errors: list[str] = []
-        self._reader = threading.Thread(target=lambda: self.errors.extend(self.process.stderr), daemon=True)  # type: ignore[arg-type]
-        self._reader.start()
-        line = self.process.stdout.readline()  # type: ignore[union-attr]
-        assert line, "".join(self.errors)[-3000:]
-        told = json.loads(line)
-        assert told["ready"] is True
-        self.url = told["url"]
-
-    def stop(self) -> dict:
-        """The result that it leaves."""
-        self.process.send_signal(signal.SIGTERM)
-        self.process.communicate(timeout=WAIT_S)
-        assert self.process.returncode == 0, "".join(self.errors)[-3000:]
-        return json.loads((self.workdir / "result.json").read_text())
+    return Served(
+        "mint_jax.launch", "configs/serve.py:ci", workdir, options, {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""} | (environment or {})
+    )
 
 
 def datum(tokens):
@@ -55,9 +35,9 @@ def test_a_server_is_started_used_stopped_and_started_again(tmp_path, monkeypatc
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
     data, prompt = [datum([5, 6, 7, 8, 9, 10])], types.ModelInput.from_ints([5, 6])
     greedy = types.SamplingParams(max_tokens=4, temperature=0.0)
-    served = Served(tmp_path / "serve")
+    first = served(tmp_path / "serve")
     try:
-        client = tinker.ServiceClient(base_url=served.url, api_key="tml-any")
+        client = tinker.ServiceClient(base_url=first.ready(), api_key="tml-any")
         trained = client.create_lora_training_client(base_model="tiny-random", rank=8).result()
         losses = []
         for _ in range(4):
@@ -71,19 +51,40 @@ def test_a_server_is_started_used_stopped_and_started_again(tmp_path, monkeypatc
         tokens = sampler.sample(prompt, 1, greedy).result().sequences[0].tokens
         expected = trained.forward(data, "cross_entropy").result().metrics["loss:sum"]
     finally:
-        result = served.stop()
+        result = first.stop()
     assert result["stopped_by"] == "SIGTERM"
     assert result["tokens_sampled"] >= 4
     assert result["training_steps"] >= 5
-    again = Served(tmp_path / "serve")
+    again = served(tmp_path / "serve")
     try:
-        client = tinker.ServiceClient(base_url=again.url, api_key="tml-any")
+        client = tinker.ServiceClient(base_url=again.ready(), api_key="tml-any")
         sampler = client.create_sampling_client(model_path=weights).result()
         assert sampler.sample(prompt, 1, greedy).result().sequences[0].tokens == tokens
         resumed = client.create_training_client_from_state_with_optimizer(state).result()
         assert resumed.forward(data, "cross_entropy").result().metrics["loss:sum"] == pytest.approx(expected, rel=1e-5)  # another company
     finally:
         again.stop()
+
+
+@pytest.mark.long
+def test_a_server_that_compiles_listens_and_ends_at_once(tmp_path):
+    """With an empty compilation cache; what XLA compiles cannot be interrupted, and is left behind."""
+    for made in ("bases", "native"):  # these take their time, too
+        if (cache_dir() / made).exists():
+            (tmp_path / "cache").mkdir(exist_ok=True)
+            os.symlink(cache_dir() / made, tmp_path / "cache" / made)
+    one = served(tmp_path / "serve", {"MINT_JAX_CACHE": str(tmp_path / "cache")})
+    try:
+        url, deadline = one.listening(), time.monotonic() + WAIT_S
+        assert httpx.get(f"{url}/health").status_code == 200
+        while httpx.get(f"{url}/ready").json().get("programs_ready", 0) < 1:
+            assert time.monotonic() < deadline, one.log()
+            time.sleep(0.05)
+        began = time.monotonic()
+        assert one.stop()["stopped_by"] == "SIGTERM"  # with exit code 0
+        assert time.monotonic() - began < 15, "on a busy machine; alone it takes a second"
+    finally:
+        one.kill()
 
 
 @pytest.mark.parametrize(
@@ -94,9 +95,9 @@ def test_a_server_is_started_used_stopped_and_started_again(tmp_path, monkeypatc
         (["--config.ranks=()"], "ranks is empty"),
         (["--config.shapes=((1,2),)"], "shapes has"),
         (["--config.gap_s=0"], "gap_s"),
+        (["--config.precompile=later"], "precompile"),
     ],
 )
 def test_settings_that_cannot_be_are_refused_before_anything_is_served(options, message, tmp_path):
-    config = load("configs/serve.py:ci", *options)
     with pytest.raises(UserError, match=message):
-        serve.run(config, tmp_path)
+        serve.run(load("configs/serve.py:ci", *options), tmp_path)

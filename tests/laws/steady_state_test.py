@@ -12,8 +12,11 @@ from mint_jax.rollout import device, score
 from mint_jax.rollout.engine import Engine
 from mint_jax.rollout.request import Request
 from mint_jax.rollout.score import Scorer
-from mint_jax.train import step
+from mint_jax.train import held, step
 from mint_jax.train.batch import Group, TrainSequence
+from mint_jax.train.blocks import Datum, Work
+from mint_jax.train.config import BlockShape, OptimizerConfig
+from mint_jax.train.live import Live
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
 
 RANKS = {"a": 3, "b": 3, "c": 1}
@@ -90,3 +93,23 @@ def test_a_changing_subset_of_policies_compiles_each_subset_once(tiny_base, rng)
             update(names)
     assert seen == []
     assert np.array_equal(trainer.state[4].steps, [4, 3])
+
+
+@pytest.mark.long
+def test_sampling_with_routes_and_training_that_replays_them_compile_nothing(tiny_base, rng):
+    base = tiny_base("qwen3_moe")
+    engine, live = Engine(base, rows=(8,), keep_routes=True, cache_bytes=1 << 20), Live(base, {4: 1}, shapes=[BlockShape(1, 1, 32)])
+    engine.warm()
+    live.warm()
+    live.join("a", held.fresh(live.specs, AdapterConfig(3, 6.0, ("q", "v")), 0))
+    with compilations() as seen:
+        [[drawn]] = engine.generate([Request(tuple(rng.integers(3, 97, 9).tolist()), max_tokens=8)])
+        routes = np.concatenate([drawn.prompt_routes, drawn.routes])
+        tokens = rng.integers(3, 97, len(routes)).astype(np.int32)
+        data = [Datum(tokens, tokens, np.ones(len(tokens), np.float32), routes=routes.astype(np.int16))]
+        for backward in (True, False):
+            work = Work("a", data, LossConfig("cross_entropy").coefs(), backward)
+            live.step([work])
+            assert not work.left
+        live.optim({"a": OptimizerConfig(1e-3)})
+    assert seen == []

@@ -28,12 +28,26 @@ class Site:
     Args:
         folder: the server's; the next site of a folder goes on with it.
         port: 0: any that is free.
+        kind: of the server.
+        beside: its programs are compiled while it serves.
         options: further ones of ``app.make``.
     """
 
-    def __init__(self, base: Base, folder: Path, sizes: Sizes = SIZES, port: int = 0, quotas: Quotas | None = None, **options):
-        self.server = Server(base, folder, sizes, quotas=quotas)
+    def __init__(
+        self,
+        base: Base,
+        folder: Path,
+        sizes: Sizes = SIZES,
+        port: int = 0,
+        quotas: Quotas | None = None,
+        kind: type[Server] = Server,
+        beside: bool = False,
+        **options,
+    ):
+        self.server = kind(base, folder, sizes, quotas=quotas)
         self._entered = contextlib.ExitStack()
+        if beside:
+            self.server.compile_beside()
         self._entered.enter_context(self.server.running())
         started, self.port = threading.Event(), 0
 

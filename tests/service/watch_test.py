@@ -151,8 +151,8 @@ def test_a_source_that_is_wrong_is_told():
 
 
 def test_health_readiness_and_state():
-    reason = ""
-    watch = Watch(ready=lambda: reason, state=lambda: {"rows": [1, 2]})
+    reason = "ready"
+    watch = Watch(ready=lambda: {"status": reason}, state=lambda: {"rows": [1, 2]})
     app = served(watch)
     asked = [("GET", path, {}) for path in ("/health", "/ready", "/debug/state")]
     health, ready, state = ask(app, *asked)

@@ -3,7 +3,7 @@
 import pytest
 
 from mint_jax.train.blocks import BlockShape
-from mint_jax.train.step_times import KEPT, STALE_S, StepTimes
+from mint_jax.train.step_times import HOPE, KEPT, STALE_S, StepTimes
 
 SMALL, LARGE, OTHER = BlockShape(1, 1, 32), BlockShape(1, 1, 256), BlockShape(4, 1, 32)
 
@@ -54,4 +54,4 @@ def test_what_never_ran_is_judged_by_its_tokens(times):
     times.add(SMALL, True, 0.1)
     times.add(OTHER, True, 0.2)
     times.add(OTHER, False, 100.0)
-    assert times.seconds(LARGE, True) == pytest.approx(256 * 0.3 / 160)
+    assert times.seconds(LARGE, True) == pytest.approx(HOPE * 256 * 0.3 / 160), "else nobody would ever find out"
