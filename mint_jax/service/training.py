@@ -22,7 +22,7 @@ from mint_jax.service.fairness import Counters
 from mint_jax.train import blocks
 from mint_jax.train.blocks import Datum, Work
 from mint_jax.train.config import KINDS, OptimizerConfig
-from mint_jax.train.live import Live
+from mint_jax.train.live import Live, StateLost
 from mint_jax.train.losses import LossCoefs
 
 
@@ -163,13 +163,16 @@ class Training:
         place = {tenant: i for i, tenant in enumerate(self.counters.order(head.tenant for head in heads))}
         heads.sort(key=lambda head: place[head.tenant])
         first = heads[0]
-        if isinstance(first.what, Work):
-            self._step([head for head in heads if isinstance(head.what, Work)], bound_s)
-        elif isinstance(first.what, OptimizerConfig):
-            many = len(heads) if bound_s is None or not self._update_s else max(1, int(bound_s / self._update_s))
-            self._update([head for head in heads if isinstance(head.what, OptimizerConfig)][:many])
-        else:
-            self._call(first, first.what)
+        try:
+            if isinstance(first.what, Work):
+                self._step([head for head in heads if isinstance(head.what, Work)], bound_s)
+            elif isinstance(first.what, OptimizerConfig):
+                many = len(heads) if bound_s is None or not self._update_s else max(1, int(bound_s / self._update_s))
+                self._update([head for head in heads if isinstance(head.what, OptimizerConfig)][:many])
+            else:
+                self._call(first, first.what)
+        except StateLost as lost:  # before anything was computed: the requests of other policies have another turn
+            self._fail(self._queues[lost.policy][0], lost)
         if first.policy in self._queues:  # behind the other policies of its tenant
             self._queues[first.policy] = self._queues.pop(first.policy)
         return True

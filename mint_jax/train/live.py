@@ -54,6 +54,18 @@ def shapes_for(mesh: Mesh) -> tuple[BlockShape, ...]:
     return CPU_SHAPES if mesh.devices.flat[0].platform == "cpu" else SHAPES
 
 
+class StateLost(UserError):
+    """A policy's state cannot be read back from its file.
+
+    Attributes:
+        policy: its name.
+    """
+
+    def __init__(self, policy: str, reason: Exception):
+        super().__init__(f"the state of policy {policy!r} cannot be read ({reason}): load a checkpoint into it")
+        self.policy = policy
+
+
 class Step(NamedTuple):
     """What one step took: its shape, the blocks in it, and the seconds until its results were on the host."""
 
@@ -347,6 +359,7 @@ class Live:
         """Brings policies into slots, and says which.
 
         Raises:
+            StateLost: one cannot be read from its file; the others are as they were.
             UserError: more policies of a rank than slots.
         """
         wanted = dict.fromkeys(names)
@@ -359,7 +372,10 @@ class Live:
         for name in wanted:
             if self._policies[name].slot is None:
                 began = time.perf_counter()
-                self._bring(self._policies[name])
+                try:
+                    self._bring(self._policies[name])
+                except (OSError, UserError) as reason:
+                    raise StateLost(name, reason) from reason
                 jax.block_until_ready(self.state[self._policies[name].bucket])  # not to be measured as a part of what is computed next
                 self._brought[name] += time.perf_counter() - began
         self._spill()

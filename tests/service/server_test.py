@@ -175,7 +175,8 @@ def fill_the_disk(directory: str):
     logging.disable()
     journal.RETRY_S, rng = 0.05, np.random.default_rng(0)
     base = base_lib.load(os.environ["MINT_TEST_BASE"], single_device_mesh())
-    made, report, saves = Path(directory) / "server", {"full": [], "failed": [], "refused": []}, {}
+    made, saves = Path(directory) / "server", {}
+    report: dict = {"full": [], "failed": [], "refused": []}
 
     def calls(name):
         yield ForwardBackward(random_data(rng, "cross_entropy"), coefs("cross_entropy"))

@@ -232,3 +232,39 @@ def test_tenants_in_threads_of_their_own_train_as_torch_does(rng, tiny_base, hf_
         for path, factor in alone.factors.items():
             moved = np.abs(factor.detach().numpy() - state.parts["factors"][path]).max()
             np.testing.assert_allclose(live.held(name).parts["factors"][path], factor.detach(), atol=2e-2 * moved + 1e-6)
+
+
+@pytest.mark.parametrize("what", ["damaged", "gone"])
+def test_a_policy_whose_state_cannot_be_read_back_fails_alone(rng, tiny_base, tmp_path, what):
+    """Its requests say so; other policies train on, and with another state it does too."""
+    live = Live(tiny_base(), {8: 1}, shapes=SHAPES, host_bytes=0, folder=tmp_path)
+    states = {name: random_state(rng, live.base, config) for name, config in list(CONFIGS.items())[:2]}
+    for name, state in states.items():
+        live.join(name, state)
+    lost, other = states
+    assert live.places() == {"disk": 2}
+    path = live._policies[lost].held.path
+    if what == "gone":
+        path.unlink()
+    else:
+        data = bytearray(path.read_bytes())
+        data[-3] ^= 1
+        path.write_bytes(data)
+    training = Training(live, Counters())
+
+    def ask(name):
+        asked = [training.forward_backward(name, random_data(rng, "cross_entropy"), coefs("cross_entropy"), name) for _ in range(2)]
+        return [*asked, training.optim(name, random_optimizer(rng), name)]
+
+    failed, done = ask(lost), ask(other)
+    while training.turn():
+        pass
+    for future in failed:
+        with pytest.raises(UserError, match=rf"state of policy '{lost}' cannot be read .*: load a checkpoint into it"):
+            future.result(0)
+    assert done[-1].result(0)["skipped"] == 0
+    training.do(lost, lambda live: live.replace(lost, states[lost]))
+    again = ask(lost)
+    while training.turn():
+        pass
+    assert again[-1].result(0)["skipped"] == 0

@@ -17,6 +17,7 @@ from mint_jax.mesh import make_mesh
 from mint_jax.models import base as base_lib
 from mint_jax.models import transformer
 from mint_jax.train import held as held_lib
+from mint_jax.train import live as live_lib
 from mint_jax.train.batch import Group, TrainSequence
 from mint_jax.train.blocks import BlockShape, Datum, Work
 from mint_jax.train.held import Held, Spilled
@@ -432,3 +433,26 @@ def test_too_many_policies_or_targets_at_once_are_refused(rng, live_of):
     wide = Datum(np.full(3, 5, np.int32), np.full((3, 9), 5, np.int32), np.ones((3, 9), np.float32))
     with pytest.raises(UserError, match="no step takes what is left of the request of policy 'a'"):
         live.step([Work("a", [wide], coefs("cross_entropy"))])
+
+
+def test_states_stay_in_memory_while_the_disk_refuses_them(rng, live_of, monkeypatch):
+    """A full disk fails no step and no policy that joins; once there is space again, states are written as before."""
+    live, states = live_of(host_bytes=0), {}
+    with monkeypatch.context() as patch:
+        patch.setattr(Spilled, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+        for name, config in CONFIGS.items():
+            states[name] = random_state(rng, live.base, config)
+            live.join(name, states[name])
+        for name in CONFIGS:
+            live.hold([name])
+        assert live.places() == {"slot": 2, "host": len(CONFIGS) - 2}
+        for name, state in states.items():
+            assert live.held(name).to_bytes() == state.to_bytes()
+    live.hold(list(CONFIGS)[:1])
+    assert live.counts["spills_written"] == 0, "it is not tried at every step"
+    monkeypatch.setattr(live_lib, "SPILL_RETRY_S", 0.0)
+    live._spills_from = 0.0
+    live.hold(list(CONFIGS)[1:2])
+    assert live.places() == {"slot": 2, "disk": len(CONFIGS) - 2}
+    for name, state in states.items():
+        assert live.held(name).to_bytes() == state.to_bytes()
