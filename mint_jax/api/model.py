@@ -129,8 +129,12 @@ class Model:
             adapter = dataclasses.replace(adapter, alpha=2.0 * rank if alpha is None else alpha)
         if not 0 < adapter.alpha < float("inf"):
             raise UserError(f"alpha is {adapter.alpha}; expected a finite number above 0: the adapter's scale is alpha / rank")
+        if compared is not None and not loss_config.needs_reference:
+            raise UserError(f"reference is given, but {loss_config} compares with nothing: leave it out, or set kl_kind='k3' and kl")
+        if compared is None and loss_config.needs_reference and loss_config.reference not in ("start", "base"):
+            raise UserError(f"loss.reference is {loss_config.reference!r}; give the policy its adapter too: reference=store['policy@3']")
         if compared is not None:
-            loss_config = dataclasses.replace(loss_config, reference=str(getattr(reference, "name", reference)))
+            loss_config = dataclasses.replace(loss_config, reference=reference.name if isinstance(reference, Stored) else str(reference))
         own_seed = common.policy_seed(self.seed if seed is None else inputs.as_seed(seed), name)
         config = PolicyConfig(name, adapter, optimizer, loss_config, own_seed)
         policy = self.join(config)

@@ -112,6 +112,10 @@ WRONG = {
     "a function that is no loss": (lambda m, p, s: m.policy("x", loss=lambda a, b: a), "raised TypeError"),
     "start nowhere": (lambda m, p, s: m.policy("x", start="nowhere"), "start is 'nowhere', which is no PEFT directory"),
     "start of a number": (lambda m, p, s: m.policy("x", start=3), "start is 3; expected"),
+    "a reference of nothing": (
+        lambda m, p, s: m.policy("x", loss=mint.LossConfig("dpo", reference="a@3")),
+        "loss.reference is 'a@3'; give",
+    ),
     "reference nowhere": (lambda m, p, s: m.policy("x", reference="nowhere"), "reference is 'nowhere'"),
     "resume nothing": (lambda m, p, s: m.resume("nothing.state"), "nothing.state cannot be read .*save_state"),
     "resume of a number": (lambda m, p, s: m.resume(3), "file is 3; expected a path"),

@@ -14,6 +14,7 @@ def tokens(completions):
     return [[c.tokens for c in some] for some in completions]
 
 
+@pytest.mark.long
 def test_samples_are_new_in_each_call_and_follow_from_the_seed(load):
     def calls(**settings):
         model = load(**settings)
@@ -34,6 +35,13 @@ def test_samples_are_new_in_each_call_and_follow_from_the_seed(load):
     others, same, _ = calls(seed=1)
     assert same == seeded
     assert not {tuple(sample) for call in others for prompt in call for sample in prompt} & set(every)
+
+
+def test_each_call_draws_anew_unless_a_seed_is_given(model):
+    drawn = {"n": 2, "temperature": 1.0, "max_tokens": 4}
+    first, second = (tokens(model.completions([PROMPT], **drawn)) for _ in range(2))
+    assert len({tuple(sample) for [call] in (first, second) for sample in call}) == 4
+    assert tokens(model.completions([PROMPT], seed=7, **drawn)) == tokens(model.completions([PROMPT], seed=7, **drawn))
 
 
 def test_prompts_are_text_messages_or_token_ids(model):
@@ -93,6 +101,7 @@ def test_evaluation_is_the_mean_over_prompts_with_its_standard_error(model, monk
     policy.remove()
 
 
+@pytest.mark.long
 def test_grpo_by_hand_raises_the_reward(hf_dirs, mesh):
     base = mint.load(str(hf_dirs("llama")), mesh=mesh)  # no tokenizer: token ids in, token ids out
     policy = base.policy("low", 4, targets=["q", "v", "unembed"], loss=mint.LossConfig("ppo"), learning_rate=3e-2)
@@ -138,6 +147,25 @@ def test_turns_of_an_episode_learn_what_the_policy_wrote_and_read_what_the_envir
     with pytest.raises(mint.UserError, match="the prompt of turn 2 does not begin with the tokens of the turns before it"):
         mint.groups([[[firsts[0], seconds[1]], firsts[1]]], [[1.0, 0.0]])
     policy.remove()
+
+
+@pytest.mark.long
+def test_episodes_of_a_routed_base_are_trained_through_the_experts_that_the_sampler_visited(hf_dirs, mesh):
+    base = mint.load(str(hf_dirs("qwen3_moe")), mesh=mesh)
+    policy = base.policy("routed", 2, targets=["q"], loss="ppo")
+    drawn = {"temperature": 1.0, "max_tokens": 3}
+    [firsts] = policy.completions([[5, 9, 33]], n=2, **drawn)
+    seconds = [c for [c] in policy.completions([[*c.request.prompt, *c.tokens, 70, 12] for c in firsts], **drawn)]
+    [group] = mint.groups([[[a, b] for a, b in zip(firsts, seconds)]], [[1.0, 0.0]])
+    for a, b, sequence in zip(firsts, seconds, group.sequences):
+        assert sequence.routes.shape == (len(sequence.tokens), *a.routes.shape[1:])
+        assert (sequence.routes >= 0).all(), "also of what the environment wrote"
+        np.testing.assert_array_equal(sequence.routes[-3:], b.routes)
+    metrics = policy.train_step([group])
+    assert metrics["tokens"] == 12
+    assert "unrouted" not in metrics
+    assert metrics["max_gap"] < 1e-3
+    assert metrics["out_of_route"] == 0.0
 
 
 def test_completions_that_cannot_train_are_refused(model):

@@ -119,6 +119,14 @@ def test_gradients_start_and_export_agree_with_peft(with_peft, hf_dirs, tmp_path
     chex.assert_trees_all_equal(from_store.adapter(), plain.adapter())
     for file in ("adapter_model.safetensors", "adapter_config.json"):
         assert (tmp_path / "stored" / file).read_bytes() == (out / file).read_bytes()
+    with pytest.raises(mint.UserError, match=r"reference is given, but .* compares with nothing"):
+        base.policy("x", reference=out)
+    kl = mint.LossConfig("cross_entropy", kl_kind="k3", kl=1.0)
+    near = base.policy("near", 2, targets=["q"], loss=kl, reference=out)
+    assert near.config.loss.reference == str(out)
+    own_reference = near.forward_backward([group])["kl"]
+    assert own_reference > 1e-4, "a fresh adapter is not the reference's"
+    assert base.policy("same", start=out, loss=kl).forward_backward([group])["kl"] == pytest.approx(0.0, abs=1e-6)
     with pytest.raises(mint.UserError, match="rank is given beside start"):
         base.policy("x", 4, start=out)
     with pytest.raises(mint.UserError, match="is not empty"):
@@ -173,6 +181,7 @@ def test_a_saved_state_goes_on_bit_for_bit(load, tmp_path):
         base.resume(file)
 
 
+@pytest.mark.long
 def test_a_removed_policy_is_gone_and_its_name_is_free(load):
     base = load()
     kept = base.policy("kept", 3, targets=["q"], learning_rate=1e-2)
