@@ -95,8 +95,7 @@ class Grammars:
                 end = tokenizer.eos_id
                 if end is None:
                     raise UserError(f"{kind} needs an end token, and the tokenizer in {self._base.directory} names none")
-                source = (self._base.directory / "tokenizer.json").read_text()
-                self._tokenizer = llguidance.LLTokenizer(source, n_vocab=self._base.cfg.vocab_size, eos_token=end)
+                self._tokenizer = llguidance.LLTokenizer(tokenizer.sources[0], n_vocab=self._base.cfg.vocab_size, eos_token=end)
             return self._tokenizer
 
 
