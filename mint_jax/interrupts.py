@@ -6,12 +6,13 @@ number to a pipe at once. A thread reads it, says so, and ends the process if th
 Everything that has been acknowledged is on the disk by then, as it is for a process that is killed.
 """
 
+import contextlib
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from mint_jax.errors import Interrupted
 
@@ -20,6 +21,7 @@ GRACE_S = 10.0  # from the first signal: a step and its checkpoint may end
 AGAIN_S = 1.0  # from a second one
 
 _standing: list[Callable[[], str]] = []  # say where the program stands; the last one counts
+_grace: list[float] = []  # of the blocks that are running, the last one counts
 
 
 def install(leave: Callable[[int, str], None]) -> None:
@@ -34,6 +36,16 @@ def install(leave: Callable[[int, str], None]) -> None:
     for number in SIGNALS:
         signal.signal(number, _raise)
     threading.Thread(target=_watch, args=(reading, leave), name="signals", daemon=True).start()
+
+
+@contextlib.contextmanager
+def grace(seconds: float) -> Iterator[None]:
+    """Gives the orderly way out this long, if the first signal comes in the block: a server ends what it is answering."""
+    _grace.append(seconds)
+    try:
+        yield
+    finally:
+        _grace.remove(seconds)
 
 
 def restore() -> None:
@@ -55,9 +67,9 @@ def _raise(number: int, frame: object) -> None:
 
 def _watch(reading: int, leave: Callable[[int, str], None]) -> None:
     number = _next(reading)
-    name = signal.Signals(number).name
-    print(f"{name}: stopping within {GRACE_S:.0f} s; once more stops at once", file=sys.stderr, flush=True)
-    deadline = threading.Timer(GRACE_S, _end, (number, leave))
+    name, seconds = signal.Signals(number).name, _grace[-1] if _grace else GRACE_S
+    print(f"{name}: stopping within {seconds:.0f} s; once more stops at once", file=sys.stderr, flush=True)
+    deadline = threading.Timer(seconds, _end, (number, leave))
     deadline.daemon = True
     deadline.start()
     _next(reading)

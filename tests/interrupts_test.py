@@ -94,6 +94,23 @@ def test_libtpu_leaves_the_signals_alone():
     assert "*** SIGTERM" not in err
 
 
+def test_a_server_has_the_time_that_it_asks_for():
+    """Outside the block it has not."""
+    waits = "hashlib.pbkdf2_hmac('sha256', b'x', b'y', 10**9)"
+    for code, seconds in ((f"with interrupts.grace(3.0):\n    {waits}", 3.0), (f"with interrupts.grace(600.0):\n    pass\n{waits}", 1.5)):
+        process = subprocess.Popen(
+            [sys.executable, "-c", HEAD + code], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(0.3)  # into the call
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=SLACK_S)
+        assert process.returncode == 128 + signal.SIGTERM
+        assert seconds - 0.1 < time.monotonic() - began < seconds + SLACK_S
+
+
 class Launched:
     """A job in a process of its own, and what it has said."""
 

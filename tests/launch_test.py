@@ -160,6 +160,8 @@ def test_a_dry_run_refuses_what_the_run_refuses(folder, args, message, dry):
         ("fastapi", (SERVE,), "serve"),
         ("google.protobuf", (SERVE,), "serve"),
         ("libtpu", (POD,), "tpu-aot"),
+        ("torch", (f"--config={ROOT / 'configs' / 'bench' / 'engine.py'}:ci",), "bench"),
+        ("uvicorn", (f"--config={ROOT / 'configs' / 'bench' / 'service.py'}:ci",), "serve"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

@@ -17,14 +17,24 @@ from mint_jax.models import names
 
 TRACKERS = ("wandb", "mlflow")  # setting, package and extra have one name
 SERVE = ("fastapi", "uvicorn", "google.protobuf", "zstandard", "pyrage")
+BENCHES_NEED = {  # extra and packages of benches that cannot do without them
+    "engine": ("bench", ("torch", "transformers")),
+    "train_vs_peft": ("bench", ("torch", "transformers", "peft")),
+    "service": ("serve", SERVE),
+    "service_load": ("serve", SERVE),
+}
 
 
 def check(config: Any, workdir: Path) -> None:
     """Raises ``UserError`` for the first thing that the run would need and that is not there."""
     _workdir(workdir)
     declared = options.OF_JOB[config.job]
-    if config.job == "bench" and config.bench not in BENCHES:
-        raise choice("bench", config.bench, BENCHES)
+    if config.job == "bench":
+        if config.bench not in BENCHES:
+            raise choice("bench", config.bench, BENCHES)
+        extra, modules = BENCHES_NEED.get(config.bench, ("", ()))
+        for module in modules:
+            need_package(module, extra, f"bench {config.bench!r}")
     if declared is not None and issubclass(declared, options.OnBase):
         names.check(config.base)
     if declared is not None and issubclass(declared, options.WithCatalog):

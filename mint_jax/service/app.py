@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Match, Route
 
+from mint_jax import interrupts
 from mint_jax.catalog.records.database import DatabaseFailed
 from mint_jax.catalog.storage.interface import StorageFailed
 from mint_jax.errors import UserError
@@ -181,7 +182,8 @@ class Web(uvicorn.Server):
 
         before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
-            yield
+            with interrupts.grace(DRAIN_S + interrupts.GRACE_S):
+                yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
