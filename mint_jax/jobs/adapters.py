@@ -70,7 +70,7 @@ def read_adapter(name: str | Path, base: Base, catalog: JobCatalog | None = None
 def _read_directory(text: str, base: Base) -> tuple[Loaded, int]:
     """A PEFT directory's adapter, and how many modules it binds."""
     names, shapes = peft_tables(base.cfg)
-    adapter, config = peft.read_peft(Path(text), names, shapes, holds=base.holds)
+    adapter, config = peft.read_peft(Path(text), names, shapes)
     bound = lora_tree.check_fits(adapter, config, transformer.abstract(base.cfg), text, finite=False)  # reading it looked at its numbers
     return Loaded(adapter, config, digest_of(pack(adapter, Schema(base.fingerprint, config)))), bound
 

@@ -64,6 +64,18 @@ NO_EFFECT = {  # field -> why the outputs of a finished adapter do not depend on
 Names = Mapping[str, Sequence[str]]  # projection path -> module name per layer, or per layer and expert
 
 
+class BaseNames(dict[str, list[str]]):
+    """``Names`` of a base that can be asked about its own weights, which some adapter files carry.
+
+    Attributes:
+        holds: whether the base's tensor of a name has these values; None where there is no such tensor.
+    """
+
+    def __init__(self, holds: Callable[[str, np.ndarray], bool | None]):
+        super().__init__()
+        self.holds = holds
+
+
 def _tensor_names(path: str, module: str) -> tuple[str, str]:
     if path == "embed":
         return f"{_PREFIX}{module}.lora_embedding_A", f"{_PREFIX}{module}.lora_embedding_B"
@@ -157,16 +169,14 @@ def read_peft(
     names: Names,
     projections: Mapping[str, Projection],
     finite: bool = True,
-    holds: Callable[[str, np.ndarray], bool | None] = lambda name, value: None,
 ) -> tuple[Any, AdapterConfig]:
     """Reads a PEFT adapter.
 
     Args:
-        names: modules of every projection of the base that could be adapted.
+        names: modules of every projection of the base that could be adapted. ``BaseNames`` compare weights of the base
+            that the file carries (``modules_to_save``, an adapted embedding's own); with others these are refused.
         projections: those projections.
         finite: refuse NaN and infinite weights.
-        holds: whether the base's tensor of this name has these values; None where it has no such tensor. Asked about
-            weights of the base that the file carries (``modules_to_save``, an adapted embedding's own).
 
     Returns:
         The factors, float32, and their config. Layers that the directory leaves out are zero, as are dense layers and
@@ -195,7 +205,8 @@ def read_peft(
         return (tensors.pop(name_a), tensors.pop(name_b)) if name_a in tensors else None
 
     found = _find(take, config, names, projections, directory)
-    _take_base_weights(tensors, holds, directory)
+    if isinstance(names, BaseNames):
+        _take_base_weights(tensors, names, directory)
     if tensors:
         raise UserError(
             f"{directory}: tensor {next(iter(tensors))!r} is no LoRA factor of this base: the adapter was trained on "
@@ -224,7 +235,7 @@ def read_peft(
     return adapter, mine
 
 
-def _take_base_weights(tensors: dict[str, np.ndarray], holds: Callable[[str, np.ndarray], bool | None], directory: Path) -> None:
+def _take_base_weights(tensors: dict[str, np.ndarray], base: BaseNames, directory: Path) -> None:
     """Takes the weights of the base out of a file: PEFT saves them beside an adapted embedding, and for modules_to_save.
 
     Raises:
@@ -232,7 +243,7 @@ def _take_base_weights(tensors: dict[str, np.ndarray], holds: Callable[[str, np.
     """
     for name in list(tensors):
         plain = name.removeprefix(_PREFIX).replace(".base_layer.", ".").replace(".modules_to_save.", ".")
-        if ".lora_" in name or (same := holds(plain, tensors[name])) is None:
+        if ".lora_" in name or (same := base.holds(plain, tensors[name])) is None:
             continue
         if not same:
             raise UserError(

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from mint_jax import params as params_lib
@@ -73,10 +72,6 @@ class Base:
     def row_multiple(self) -> int:
         """Batches have a multiple of this many rows: the ways in which the mesh splits them."""
         return sharding.ways("batch", self.mesh)
-
-    def holds(self, name: str, value: np.ndarray) -> bool | None:
-        """See ``hf.holds``."""
-        return hf.holds(self.directory, self.cfg, name, value)
 
     def need_tokenizer(self) -> Tokenizer:
         """The tokenizer, or an error that says what to do without one."""

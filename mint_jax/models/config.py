@@ -106,6 +106,7 @@ class ModelConfig:
     """Dimensions and switches of a decoder. Letters as in the style of this code base: D, F, N, K, H, V, L.
 
     ``latent`` replaces grouped-query attention, ``experts`` the MLP of all but the first ``dense_layers`` layers.
+    ``directory`` is the checkpoint that it was read with, for questions about its files; it is no part of equality.
     """
 
     family: str
@@ -130,6 +131,7 @@ class ModelConfig:
     latent: Latent | None = None
     indexer: Indexer | None = None
     kernels: Kernels = Kernels()
+    directory: str | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def stacks(self) -> dict[str, int]:

@@ -26,6 +26,7 @@ from safetensors.numpy import save_file
 from mint_jax import params as params_lib
 from mint_jax import sharding as sharding_lib
 from mint_jax.errors import UserError
+from mint_jax.lora.peft import BaseNames
 from mint_jax.models import quantised, stored, transformer
 from mint_jax.models.config import ModelConfig, read_config
 from mint_jax.params import ParamSpec
@@ -132,10 +133,10 @@ def is_moe_type(cfg: ModelConfig) -> bool:
     return _MOE.items() <= LAYER_NAMES[cfg.family].items()
 
 
-def module_names(cfg: ModelConfig, paths: Iterable[str]) -> dict[str, list[str]]:
+def module_names(cfg: ModelConfig, paths: Iterable[str]) -> BaseNames:
     """Projection path -> its Hugging Face module names, one per layer, or per layer and expert (PEFT names adapters by them)."""
     specs = dict(params_lib.leaves_with_path(transformer.abstract(cfg)))
-    out = {}
+    out = BaseNames(functools.partial(_holds, cfg))
     for path in paths:
         if path == "unembed":  # also where the head is tied and has no tensor of its own
             names: tuple[str, ...] = (GLOBAL_NAMES["unembed/w"],)
@@ -262,7 +263,7 @@ def read_model(directory: str | Path) -> ModelConfig:
     Raises:
         UserError: see ``read_config`` and ``Checkpoint``.
     """
-    cfg = read_config(directory)
+    cfg = read_config(directory).replace(directory=str(directory))
     if not cfg.tie_embeddings or not any(Path(directory).glob("*.safetensors")):
         return cfg
     ckpt = Checkpoint(directory)
@@ -450,11 +451,11 @@ def tensors(params: Any, cfg: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
             yield name, np.ascontiguousarray(value.T) if source.transposed else value
 
 
-def holds(directory: str | Path, cfg: ModelConfig, name: str, value: np.ndarray) -> bool | None:
-    """Whether the checkpoint's tensor of this name has these values; None where there is no such tensor."""
-    if not any(Path(directory).glob("*.safetensors")):
+def _holds(cfg: ModelConfig, name: str, value: np.ndarray) -> bool | None:
+    """Whether the base's tensor of this name has these values; None where its files, if any, have no such tensor."""
+    if cfg.directory is None or not any(Path(cfg.directory).glob("*.safetensors")):
         return None
-    ckpt = Checkpoint(directory, cfg.tie_embeddings)
+    ckpt = Checkpoint(cfg.directory, cfg.tie_embeddings)
     if cfg.tie_embeddings and name == GLOBAL_NAMES["unembed/w"]:
         name = GLOBAL_NAMES["embed/w"]
     return same_values(ckpt.tensor(name), value) if name in ckpt.files else None

@@ -6,10 +6,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mint_jax.errors import UserError
 from mint_jax.lora import tree as lora_tree
+from mint_jax.lora.peft import BaseNames
 from mint_jax.lora.tree import Projection
 from mint_jax.models import base as base_lib
 from mint_jax.models import hf, transformer
@@ -36,16 +35,12 @@ class Outline:
         return transformer.abstract(self.cfg)
 
     @functools.cached_property
-    def tables(self) -> tuple[dict[str, list[str]], dict[str, Projection]]:
+    def tables(self) -> tuple[BaseNames, dict[str, Projection]]:
         """See ``peft_tables``."""
         return peft_tables(self.cfg)
 
-    def holds(self, name: str, value: np.ndarray) -> bool | None:
-        """See ``hf.holds``."""
-        return hf.holds(base_lib.resolve(self.name), self.cfg, name, value)
 
-
-def peft_tables(cfg: ModelConfig) -> tuple[dict[str, list[str]], dict[str, Projection]]:
+def peft_tables(cfg: ModelConfig) -> tuple[BaseNames, dict[str, Projection]]:
     """Module names of every projection of a base that can be adapted, and the projections."""
     specs = transformer.abstract(cfg)
     projections = lora_tree.projections(specs, lora_tree.target_paths(specs))

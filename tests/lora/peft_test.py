@@ -113,7 +113,7 @@ def test_what_peft_saves_has_the_same_factors_and_logits_here(family, fields, rn
     base, tokens_BT = tiny_base(family), rng.integers(0, 97, (2, 9))
     directory, model = saved(family, **fields)
     names, shapes = tables(base)
-    adapter, config = read_peft(directory, names, shapes, holds=base.holds)
+    adapter, config = read_peft(directory, names, shapes)
     tree.check_fits(adapter, config, transformer.abstract(base.cfg), "it")
     assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves(adapter))
     flat, seen = dict(params_lib.leaves_with_path(adapter)), {path: set() for path in names}
@@ -264,22 +264,22 @@ def test_weights_of_the_base_in_a_file_are_compared_with_the_base(fields, how, f
 
     carried = [name for name in load_file(save("same") / WEIGHTS) if ".lora_" not in name]
     assert carried, "nothing of the base is in the file"
-    adapter, config = read_peft(tmp_path / "same", names, shapes, holds=base.holds)
+    adapter, config = read_peft(tmp_path / "same", names, shapes)
     bare = oracles.torch_logits(oracles.torch_model(hf_dirs(family)), tokens_BT)
     theirs = oracles.torch_logits(peft_model(hf_dirs(family), tmp_path / "same"), tokens_BT)
     assert_same_logits(our_logits(base, adapter, config, tokens_BT), theirs, bare)
     with pytest.raises(UserError, match="is no LoRA factor of this base"):
-        read_peft(tmp_path / "same", names, shapes)  # nothing to compare with
+        read_peft(tmp_path / "same", dict(names), shapes)  # nothing to compare with
 
     half = shutil.copytree(tmp_path / "same", tmp_path / "half")  # the base as a program in bfloat16 saves it
     edit_tensors(half, lambda t: t.update({name: t[name].astype(ml_dtypes.bfloat16) for name in carried}))
-    chex.assert_trees_all_equal(read_peft(half, names, shapes, holds=base.holds)[0], adapter)
+    chex.assert_trees_all_equal(read_peft(half, names, shapes)[0], adapter)
 
     for name in carried:
         other = shutil.copytree(tmp_path / "same", tmp_path / f"other-{name}")
         edit_tensors(other, lambda t, name=name: t.update({name: t[name] + (np.arange(t[name].size) == 7).reshape(t[name].shape)}))
         with pytest.raises(UserError, match=f"'{name}' differs from the base's .*: the adapter was trained over other weights"):
-            read_peft(other, names, shapes, holds=base.holds)
+            read_peft(other, names, shapes)
 
 
 def with_nan(tensors):

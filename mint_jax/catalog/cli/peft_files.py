@@ -45,7 +45,7 @@ def packed_object(source: Source, base: Outline | None, dtype: str, force: bool,
     assert base is not None
     tags = _check_directory(source, base, max_bytes)
     names, projections = base.tables
-    adapter, config = peft.read_peft(source.path, names, projections, finite=not force, holds=base.holds)
+    adapter, config = peft.read_peft(source.path, names, projections, finite=not force)
     tree.check_fits(adapter, config, base.specs, source.path.name, finite=False)
     if dtype == "keep":
         dtype = _HALVES[tags.pop()] if len(tags) == 1 and tags <= _HALVES.keys() else "float32"
