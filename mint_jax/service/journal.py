@@ -47,7 +47,7 @@ HEADER = struct.Struct("<16sQQI")
 FRAME = struct.Struct("<III")
 LONGEST = 1 << 30  # bytes of a payload: no accepted length makes a reader take more memory than this
 RETRY_S = 1.0  # between two tries whether a disk that refused takes writes again
-PROBE = 64 << 10  # bytes that it has to take
+PROBE = 64 << 10  # bytes that it has to take, or as many as wait to be written
 GROUP = 8 << 20  # bytes of one write and sync, so that a large group does not keep the first waiting
 _PLACED = struct.Struct("<QII")
 _SYNCED_AT = 24  # offset of the note in the header
@@ -490,7 +490,8 @@ class Journal:
                 self._path(begun).unlink()
         os.ftruncate(self._handle, end)
         start = max(HEADER.size, end - mmap.PAGESIZE)
-        _write(self._handle, os.pread(self._handle, end - start, start) + bytes(PROBE), start)  # the last page may have been dropped
+        probe = bytes(max(PROBE, self._queued))
+        _write(self._handle, os.pread(self._handle, end - start, start) + probe, start)  # the last page may have been dropped
         os.fsync(self._handle)
         os.ftruncate(self._handle, end)
         self._note(self._handle, first, self._written)

@@ -371,6 +371,30 @@ def test_a_disk_that_refuses_is_waited_for(tmp_path, monkeypatch, rng, call, cod
     assert contents(folder, segment_bytes=200) == [*before, *written, b"later"]
 
 
+def test_a_disk_with_room_for_less_than_what_waits_is_no_disk_with_room(tmp_path, monkeypatch):
+    """Else small requests would be taken and refused in turn, and readiness would flap."""
+    monkeypatch.setattr(journal_lib, "RETRY_S", 0.02)
+    real = os.pwrite
+
+    def small_only(handle, data, offset):
+        if len(data) > 2 * journal_lib.PROBE:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(handle, data, offset)
+
+    with Journal(tmp_path / "journal") as journal:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", small_only)
+            large = journal.append(bytes(3 * journal_lib.PROBE), keep=True)
+            give_up = time.monotonic() + 30
+            while not journal.trouble:
+                assert time.monotonic() < give_up
+            until = time.monotonic() + 0.3
+            while time.monotonic() < until:
+                assert journal.trouble
+        assert large.result(30) == journal.end
+        journal.append(b"small").result(30)
+
+
 def test_a_journal_that_is_closed_while_the_disk_refuses_ends(tmp_path, monkeypatch):
     """What it could not write was never acknowledged; with space again its last try writes it."""
     monkeypatch.setattr(journal_lib, "RETRY_S", 30.0)
