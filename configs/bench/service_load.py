@@ -24,6 +24,7 @@ def get_config(size: str = "default") -> ConfigDict:
     config.heartbeat_s = 10.0
     config.save_every = 16  # rounds of a policy
     config.check_every = 5  # answers
+    config.growth_mb = 100.0  # by which the server's memory may grow in the last third of the load, beyond its caches
     config.program = "mint_jax.launch"  # starts the server
     config.server = ConfigDict({"ranks": (8,), "slots": 16, "adapters": 16, "max_rows": 32, "snapshot_every": 16})
     config.server.shapes = ((1, 1, 32), (4, 1, 32), (16, 1, 32))

@@ -12,8 +12,9 @@ All send heartbeats. First each policy makes its share of the revisions; of each
   more under the same path, the revision's greedy tokens are drawn once more, and where its training state was saved beside it
   (``checked_in_training``) a policy is made from that and scores the tokens too. ``most_error``: of a log-probability between these,
   nats; ``least_distance``: between the greedy tokens' log-probabilities of any two revisions, what an answer of another would show.
-- ``rss_mb_start``, ``rss_mb_end``: resident memory of the server when the load began and ended; ``rss_mb_per_minute``: the slope of a
-  line through the second half of what was read each second.
+- ``rss_mb_start``, ``rss_mb_end``: resident memory of the server when the load began and ended. ``rss_mb_grown``: by how much the
+  lowest memory of the last third of the load is above that of the second third, less what the caches of adapters and of idle
+  policies' states grew by meanwhile (``caches_mb_grown``); above ``growth_mb`` the bench fails.
 - ``decode_gap_ms``: quantiles of how long rows that decode waited for training, as ``/metrics`` has them.
 - ``made_s``: seconds that it took to make the revisions; ``revisions_after``: how many there were at the end.
 """
@@ -155,7 +156,7 @@ class _Load:
         self.errors: list[str] = []
         self.checked = self.checked_in_training = self.wrong = 0
         self.most_error = 0.0
-        self.rss: list[tuple[float, int]] = []
+        self.rss: list[tuple[float, int, int]] = []  # seconds, resident bytes, bytes of caches
         self._numbers: collections.defaultdict[str, Iterator[int]] = collections.defaultdict(itertools.count)
         self._progress = Progress("revisions", config.revisions)
 
@@ -251,11 +252,15 @@ class _Load:
         }
 
     async def _watch(self, served: Served) -> None:
-        """Reads the server's memory each second."""
+        """Reads the server's memory each second, and ten times how much of it is in caches."""
         progress = Progress("seconds of load", int(self.config.seconds))
-        began = time.perf_counter()
+        began, asked_at, caches = time.perf_counter(), 0.0, 0
         while not self.over:
-            self.rss.append((time.perf_counter() - began, served.rss_bytes()))
+            at = time.perf_counter() - began
+            if at >= asked_at:
+                state, asked_at = json.loads(await self.clients[0].get("/debug/state")), at + self.config.seconds / 10
+                caches = state["residency"]["host"]["bytes"] + state["training"]["host_bytes"]
+            self.rss.append((at, served.rss_bytes(), caches))
             counts = ", ".join(f"{len(times)} {kind}s" for kind, times in self.seconds.items() if kind in KINDS)
             progress.update(int(time.perf_counter() - began), f"{counts}, {len(self.errors)} errors, {self.rss[-1][1] / 1e6:.0f} MB")
             await asyncio.sleep(1.0)
@@ -271,11 +276,27 @@ class _Load:
         return out
 
     def _memory(self) -> dict[str, float]:
-        """Megabytes when the load began and ended, and their slope in its second half."""
-        late = np.array([(at, size) for at, size in self.rss if at >= self.rss[-1][0] / 2])
-        slope = np.polyfit(late[:, 0], late[:, 1], 1)[0] if len(late) > 1 else 0.0
-        ends = {"rss_mb_start": self.rss[0][1], "rss_mb_end": self.rss[-1][1], "rss_mb_per_minute": 60 * slope}
-        return {name: round(float(size) / 1e6, 1) for name, size in ends.items()}
+        """Megabytes when the load began and ended, and their growth in its last third."""
+        grown, caches = growth(self.rss)
+        told = {"rss_mb_start": self.rss[0][1], "rss_mb_end": self.rss[-1][1], "rss_mb_grown": grown, "caches_mb_grown": caches}
+        return {name: round(float(size) / 1e6, 1) for name, size in told.items()}
+
+
+def growth(read: Sequence[tuple[float, int, int]]) -> tuple[int, int]:
+    """Bytes by which memory beyond the caches, and the caches, grew from the second third of a load to the last.
+
+    The lowest of each third counts: between two times at which freed memory is given back there is any amount of it.
+
+    Args:
+        read: seconds, resident bytes and bytes of caches.
+    """
+    end = read[-1][0]
+    thirds = [[row for row in read if end * part / 3 <= row[0] <= end * (part + 1) / 3] for part in (1, 2)]
+    if not all(thirds):
+        return 0, 0
+    before, after = (min(third, key=lambda row: row[1]) for third in thirds)
+    caches = after[2] - before[2]
+    return after[1] - before[1] - max(0, caches), caches
 
 
 def least_distance(rows: list[list[float]]) -> float:
@@ -304,6 +325,11 @@ def run(config: Any, workdir: Path, **_: Any) -> dict[str, Any]:
     finally:
         served.kill()
         shutil.rmtree(folder, ignore_errors=True)
+    if found["rss_mb_grown"] > config.growth_mb:
+        raise RuntimeError(
+            f"the server's memory grew by {found['rss_mb_grown']} MB beyond its caches in the last third of the load; expected "
+            f"{config.growth_mb} MB at most"
+        )
     return {
         "bench": "service_load",
         "base": config.base,

@@ -1,7 +1,7 @@
 """Answers that live as long as the process: samples, and whatever else needs no journal.
 
 A client asks again for what a restart took. An answer is kept until it is acknowledged, or ``keep_s`` seconds after it was delivered, or
-``forgotten_s`` after it came where nobody fetches it. Who polls for a whole group, a sampler's requests say, learns in the order of a
+``forgotten_s`` after it came where nobody fetches it; sooner where all of them together have more than ``kept_bytes``. Who polls for a whole group, a sampler's requests say, learns in the order of a
 cursor which of them have ended.
 
 All but ``end`` are called in the event loop; ``end`` from any thread.
@@ -19,6 +19,7 @@ from mint_jax.service.futures import KEEP_S, Conflict, Gone
 from mint_jax.service.waker import Waker
 
 FORGOTTEN_S = 1800.0
+KEPT_BYTES = 256 << 20  # of answers that have ended
 PLACES = 1 << 32  # that one process gives out
 PREFIX = "a-"  # of ids: no future's begins so
 
@@ -31,7 +32,9 @@ class Answer:
         group: who polls for it along with others.
         number: the request's own in its group.
         body: its digest, so that a number is not used twice for different ones.
-        what: of the caller's, a stream to be cancelled say.
+        what: of the caller's, a stream to be cancelled say; None again once it has ended.
+        count: of samples that were asked for.
+        nbytes: that its value takes.
         value, failure: one of them once it has ended.
     """
 
@@ -40,6 +43,8 @@ class Answer:
     number: int | None
     body: str
     what: Any = None
+    count: int = 1
+    nbytes: int = 0
     value: Any = None
     failure: BaseException | None = None
     ended: float | None = None
@@ -67,9 +72,14 @@ class Answers:
     """
 
     def __init__(
-        self, clock: Callable[[], float] = time.monotonic, keep_s: float = KEEP_S, forgotten_s: float = FORGOTTEN_S, start: int = 0
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        keep_s: float = KEEP_S,
+        forgotten_s: float = FORGOTTEN_S,
+        start: int = 0,
+        kept_bytes: int = KEPT_BYTES,
     ):
-        self._clock, self.keep_s, self.forgotten_s = clock, keep_s, forgotten_s
+        self._clock, self.keep_s, self.forgotten_s, self.kept_bytes, self._nbytes = clock, keep_s, forgotten_s, kept_bytes, 0
         self._lock = threading.Lock()
         self._waker = Waker()
         self._answers: dict[str, Answer] = {}
@@ -105,14 +115,31 @@ class Answers:
         with self._lock:
             self._drop(answer)
 
-    def end(self, answer: Answer, value: Any = None, failure: BaseException | None = None) -> None:
-        """Ends a request; once."""
+    def end(self, answer: Answer, value: Any = None, failure: BaseException | None = None, nbytes: int = 0) -> None:
+        """Ends a request; once. Answers that ended before it go where all together have too many bytes, delivered ones first.
+
+        Args:
+            nbytes: that ``value`` takes in memory.
+        """
         with self._lock:
-            answer.value, answer.failure, answer.ended = value, failure, self._clock()
+            answer.value, answer.failure, answer.ended, answer.what = value, failure, self._clock(), None
+            if answer.id in self._answers:
+                answer.nbytes = nbytes
+                self._nbytes += nbytes
+                self._make_room(answer)
             self._places += 1
             answer.place = self._places
             self._ends.setdefault(answer.group, collections.OrderedDict())[answer.place] = answer
         self._waker.wake((answer.id, answer.group))
+
+    def _make_room(self, newest: Answer) -> None:
+        if self._nbytes <= self.kept_bytes:
+            return
+        ended = [one for one in self._answers.values() if one.ended is not None and one is not newest]
+        for one in sorted(ended, key=lambda one: (one.delivered is None, one.delivered or one.ended)):
+            if self._nbytes <= self.kept_bytes * 3 // 4:  # not at every answer from now on
+                break
+            self._drop(one)
 
     def find(self, id: str) -> Answer:
         """An answer, ended or not.
@@ -178,7 +205,8 @@ class Answers:
         return len(gone)
 
     def _drop(self, answer: Answer) -> None:
-        self._answers.pop(answer.id, None)
+        if self._answers.pop(answer.id, None) is not None:
+            self._nbytes -= answer.nbytes
         if (ends := self._ends.get(answer.group)) is not None:
             ends.pop(answer.place, None)
             if not ends:

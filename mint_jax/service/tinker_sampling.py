@@ -11,6 +11,7 @@ from mint_jax.digest import blake3_of
 from mint_jax.errors import UserError
 from mint_jax.models.paged import PAGE
 from mint_jax.residency.loads import QueueFull
+from mint_jax.rollout.request import Completion
 from mint_jax.rollout.stream import Stream
 from mint_jax.service.answers import Answer, group_of
 from mint_jax.service.asking import Handler, beside, given, tenant_of, told_in
@@ -93,8 +94,7 @@ class Sampling:
                 raise
             except UserError as reason:
                 server.answers.end(answer, failure=reason)
-        count = 1 if answer.what is None else answer.what.request.n
-        ids = [f"{answer.id}.{i}" for i in range(count)]
+        ids = [f"{answer.id}.{i}" for i in range(answer.count)]
         return JSONResponse({"request_id": answer.id, "sample_sequence_ids": ids})
 
     def _sample(self, answer: Answer, message: wire_samples.Message, tenant: str, digest: str | None) -> None:
@@ -105,7 +105,7 @@ class Sampling:
         # The same request sent again is another answer's: what nobody seeded may differ.
         asked = message.asked(room, eos, zlib.crc32(answer.id.encode()))
         stream = server.submit(server.request(asked.request, digest, tenant))
-        answer.what = stream
+        answer.what, answer.count = stream, stream.request.n
 
         def ended(stream: Stream) -> None:
             try:
@@ -118,6 +118,14 @@ class Sampling:
                 return
             for i, completion in enumerate(completions):
                 server.sequences.add(f"{answer.id}.{i}", tenant, completion)
-            server.answers.end(answer, (asked, completions))
+            server.answers.end(answer, (asked, completions), nbytes=sum(map(_bytes_of, completions)) + 40 * len(asked.request.prompt))
 
         stream.when_done(ended)
+
+
+def _bytes_of(completion: Completion) -> int:
+    """Returns about how many bytes a completion takes in memory, its numbers as Python's objects."""
+    numbers = len(completion.tokens) + len(completion.logprobs) + len(completion.drawn_logprobs) + len(completion.prompt_logprobs or ())
+    pairs = (completion.top_logprobs, completion.top_prompt_logprobs, completion.target_prompt_logprobs, completion.prompt_alternatives)
+    routes = sum(array.nbytes for array in (completion.routes, completion.prompt_routes) if array is not None)
+    return 1000 + 40 * numbers + 120 * sum(len(place) for places in pairs for place in places or ()) + routes

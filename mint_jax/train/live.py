@@ -215,6 +215,11 @@ class Live:
         """How many policies are in a ``slot``, on the ``host`` and on ``disk``."""
         return dict(collections.Counter(map(self.where, list(self._policies))))
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the states in host memory."""
+        return sum(policy.held.nbytes for policy in list(self._policies.values()) if isinstance(policy.held, Held))
+
     # -- what is computed
 
     def choose(self, works: Sequence[Work], bound_s: float | None = None) -> tuple[BlockShape, list[Block]]:
