@@ -1,8 +1,8 @@
 """Answers that live as long as the process: samples, and whatever else needs no journal.
 
 A client asks again for what a restart took. An answer is kept until it is acknowledged, or ``keep_s`` seconds after it was delivered, or
-``forgotten_s`` after it came where nobody fetches it; sooner where all of them together have more than ``kept_bytes``. Who polls for a whole group, a sampler's requests say, learns in the order of a
-cursor which of them have ended.
+``forgotten_s`` after it came where nobody fetches it; sooner where all of them together have more than ``kept_bytes``. Who polls for a
+whole group, a sampler's requests say, learns in the order of a cursor which of them have ended.
 
 All but ``end`` are called in the event loop; ``end`` from any thread.
 """

@@ -39,6 +39,7 @@ from mint_jax.service.tinker import Tinker
 from mint_jax.service.tinker_futures import Futures
 from mint_jax.service.tinker_rest import Rest
 from mint_jax.service.tinker_sampling import Sampling
+from mint_jax.service.tinker_sessions import Sessions
 from mint_jax.service.tokens import Tokens
 from mint_jax.service.watch import Source, Watch, gaps_of
 
@@ -121,7 +122,7 @@ def make(server: Server, keys: Keys | None = None, limits: Limits | None = None,
         registry=server.metrics,
     )
     browsers, serves = Browsers(keys), _Openai(server, bounds)
-    of_tinker = [route for made in (Tinker, Sampling, Futures, Rest, MintExtras) for route in made(server).routes()]
+    of_tinker = [route for made in (Tinker, Sampling, Futures, Sessions, Rest, MintExtras) for route in made(server).routes()]
     tokens = _exchange(Tokens() if keys is None else keys.tokens)
     of_operators = [*watch.routes(), *admin.routes(server.costs), openapi.route(server.base.cfg.context, bounds)]
     of_people = Console(server, browsers, serves).routes()

@@ -219,9 +219,15 @@ class Book:
     def session(self, tenant: str, id: str) -> Session:
         return self._one(Session, SESSIONS, f"session {id!r}", tenant, SESSIONS.c.id == id)
 
-    def sessions(self, tenant: str, limit: int, offset: int) -> list[Session]:
+    def sessions(self, tenant: str, limit: int | None = None, offset: int = 0) -> list[Session]:
         """The newest first."""
         return self._page(Session, SESSIONS, tenant, limit, offset)
+
+    def tell_session(self, session: Session, **more: Any) -> None:
+        """Adds to what the client says of a session."""
+        with self._write() as connection:
+            told = connection.execute(sa.select(SESSIONS.c.told).where(SESSIONS.c.id == session.id)).scalar_one()
+            connection.execute(SESSIONS.update().where(SESSIONS.c.id == session.id).values(told=told | more))
 
     def end_session(self, id: str) -> list[str]:
         """Ends a session, and returns its models that had not ended."""
@@ -284,15 +290,15 @@ class Book:
             rows = connection.execute(sa.select(MODELS).where(MODELS.c.tenant == tenant, MODELS.c.ended.is_(None)))
             return [Model(**row._mapping) for row in rows]
 
-    def models(self, tenant: str, limit: int, offset: int) -> list[Model]:
-        """The newest first."""
-        return self._page(Model, MODELS, tenant, limit, offset)
+    def models(self, tenant: str, limit: int, offset: int, project: str | None = None) -> list[Model]:
+        """The newest first; of one project's sessions, or of all."""
+        return self._page(Model, MODELS, tenant, limit, offset, *_in_project(project))
 
     def models_of(self, tenant: str, session: str) -> list[str]:
         return self._ids(MODELS, tenant, session)
 
-    def count_models(self, tenant: str) -> int:
-        return self._count(MODELS, tenant)
+    def count_models(self, tenant: str, project: str | None = None) -> int:
+        return self._count(MODELS, tenant, *_in_project(project))
 
     # -- how training goes
 
@@ -394,6 +400,13 @@ class Book:
         each = sa.select(CHECKPOINTS.c.digest, CHECKPOINTS.c.nbytes).where(*self._mine(tenant, None)).distinct().subquery()
         with self._engine.connect() as connection:
             return connection.execute(sa.select(sa.func.coalesce(sa.func.sum(each.c.nbytes), 0))).scalar_one()
+
+    def checkpoint_totals(self, tenant: str, session: str) -> tuple[int, int]:
+        """How many checkpoints a session's models have, and their bytes."""
+        models = sa.select(MODELS.c.id).where(MODELS.c.tenant == tenant, MODELS.c.session == session)
+        query = sa.select(sa.func.count(), sa.func.coalesce(sa.func.sum(CHECKPOINTS.c.nbytes), 0)).select_from(CHECKPOINTS)
+        with self._engine.connect() as connection:
+            return tuple(connection.execute(query.where(CHECKPOINTS.c.tenant == tenant, CHECKPOINTS.c.model.in_(models))).one())  # type: ignore[return-value]
 
     def count_checkpoints(self, tenant: str) -> int:
         with self._engine.connect() as connection:
@@ -499,8 +512,8 @@ class Book:
             raise NotFound(f"there is no {what[:200]}")
         return kind(**row._mapping)
 
-    def _page(self, kind: Any, table: sa.Table, tenant: str, limit: int, offset: int) -> list[Any]:
-        query = sa.select(table).where(table.c.tenant == tenant).order_by(_ROWID.desc()).limit(limit).offset(offset)
+    def _page(self, kind: Any, table: sa.Table, tenant: str, limit: int | None, offset: int, *where: Any) -> list[Any]:
+        query = sa.select(table).where(table.c.tenant == tenant, *where).order_by(_ROWID.desc()).limit(limit).offset(offset)
         with self._engine.connect() as connection:
             return [kind(**row._mapping) for row in connection.execute(query)]
 
@@ -509,9 +522,16 @@ class Book:
         with self._engine.connect() as connection:
             return list(connection.scalars(query))
 
-    def _count(self, table: sa.Table, tenant: str) -> int:
+    def _count(self, table: sa.Table, tenant: str, *where: Any) -> int:
         with self._engine.connect() as connection:
-            return connection.execute(sa.select(sa.func.count()).select_from(table).where(table.c.tenant == tenant)).scalar_one()
+            return connection.execute(sa.select(sa.func.count()).select_from(table).where(table.c.tenant == tenant, *where)).scalar_one()
+
+
+def _in_project(project: str | None) -> tuple[Any, ...]:
+    """The condition that a model's session is of a project."""
+    if project is None:
+        return ()
+    return (MODELS.c.session.in_(sa.select(SESSIONS.c.id).where(SESSIONS.c.told["project_id"].as_string() == project)),)
 
 
 _ROWID = sa.literal_column("rowid")

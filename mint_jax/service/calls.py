@@ -18,7 +18,7 @@ from mint_jax.train.blocks import Datum
 from mint_jax.train.config import OptimizerConfig
 from mint_jax.train.losses import LossCoefs
 
-ARRAYS = ("tokens", "targets", "weights", "advantages", "old_logp", "routes")
+ARRAYS = ("tokens", "targets", "weights", "advantages", "old_logp", "in_ratio", "routes")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -381,8 +381,9 @@ def _tinker_rest() -> Schema:
     checkpoint = "training_runs/{model}/checkpoints/{kind}/{name}"
     life = _or_null(_whole(checkpoints.SHORTEST_S, checkpoints.LONGEST_S))
     copied = _fields({"source_path": NAME}, ttl_seconds=life, destination_project_id=ANY, session_id=ANY, model_seq_id=ANY)
+    searched = ("session_id", "project_ids", "user_metadata", "display_name", "owner", "statuses", "limit", "cursor")
     return {
-        "training_runs": {"get": of("A tenant's policies.", query=page)},
+        "training_runs": {"get": of("A tenant's policies.", query=page | {"project_id": TEXT})},
         "training_runs/{model}": {"get": of("One policy.")},
         "training_runs/{model}/checkpoints": {"get": of("Its checkpoints.")},
         "checkpoints": {"get": of("A tenant's checkpoints.", query=page)},
@@ -391,11 +392,14 @@ def _tinker_rest() -> Schema:
         f"{checkpoint}/ttl": {"put": of("How long it is kept.", body=_fields({}, ttl_seconds=life))},
         f"{checkpoint}/external_weights_urls": {"get": of("Where external weights are for an hour.")},
         f"{checkpoint}/archive": {"get": of("Where a tar of an adapter is for an hour.", status=302)},
-        "files/{token}": {"get": of("A file of a link.", kinds=("application/octet-stream", "application/x-tar"))},
+        "files/{token}": {"get": of("A file of a link.", kinds=("application/octet-stream", "application/x-tar", "application/json"))},
         "weights_info": {"post": of("What a checkpoint is of.", body=_fields({"tinker_path": NAME}))},
         "copy_weights": {"post": of("Copies a checkpoint.", body=copied)},
         "sessions": {"get": of("A tenant's sessions.", query=page)},
         "sessions/{session}": {"get": of("One session.")},
+        "sessions/{session}/project": {"put": of("Moves a session into a project.", body=_fields({"project_id": NAME}))},
+        "sessions/{session}/trace_export": {"get": of("Where a session's timeline is for an hour.")},
+        "sessions/search": {"post": of("A tenant's sessions that match.", body=_fields({}, **dict.fromkeys(searched, ANY)))},
     }
 
 

@@ -19,11 +19,12 @@ from starlette.routing import Route
 from mint_jax.errors import UserError
 from mint_jax.service import calls, checkpoints
 from mint_jax.service.answers import group_of
-from mint_jax.service.asking import Handler, beside, given, reason_of, tenant_of, told_in
+from mint_jax.service.asking import LONGEST_REASON, Handler, beside, given, reason_of, tenant_of, told_in
 from mint_jax.service.book import Model, NotFound
 from mint_jax.service.calls import Call, Create, Load, Refused, Save
 from mint_jax.service.futures import Conflict
 from mint_jax.service.server import Server
+from mint_jax.service.tinker_sessions import REASONS
 from mint_jax.service.wire import forward_backward as wire_training
 from mint_jax.service.wire.reading import boolean, integer, mapping, number, sequence, text
 from mint_jax.train.config import OptimizerConfig
@@ -106,6 +107,11 @@ class Tinker:
 
     async def finish_session(self, request: Asked) -> Response:
         session = self.server.book.session(tenant_of(request), request.path_params["session"])
+        told = await told_in(request) if await request.body() else {}
+        reason = (given(told, "reason", mapping) or {}).get("type")
+        if reason in REASONS:
+            detail = str(told.get("detail") or "")[:LONGEST_REASON]
+            await asyncio.to_thread(self.server.book.tell_session, session, finished=reason, detail=detail or None)
         await asyncio.to_thread(self.server.end_session, session.id)
         return JSONResponse({})
 

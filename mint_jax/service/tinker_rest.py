@@ -19,6 +19,7 @@ from mint_jax.service import checkpoints, external
 from mint_jax.service.asking import Handler, tenant_of, told_in
 from mint_jax.service.book import Checkpoint, Model, NotFound, iso
 from mint_jax.service.server import Server
+from mint_jax.service.tinker_sessions import TRACE, trace_of
 from mint_jax.service.wire.reading import integer, text
 from mint_jax.train.held import Held
 
@@ -59,8 +60,9 @@ class Rest:
     async def runs(self, request: Asked) -> Response:
         limit, offset = _page(request)
         book, tenant = self.server.book, tenant_of(request)
-        found = [self._run(model, tenant) for model in book.models(tenant, limit, offset)]
-        cursor = {"offset": offset, "limit": limit, "total_count": book.count_models(tenant)}
+        project = request.query_params.get("project_id")
+        found = [self._run(model, tenant) for model in book.models(tenant, limit, offset, project)]
+        cursor = {"offset": offset, "limit": limit, "total_count": book.count_models(tenant, project)}
         return JSONResponse({"training_runs": found, "cursor": cursor})
 
     async def run(self, request: Asked) -> Response:
@@ -165,6 +167,9 @@ class Rest:
 
     async def file(self, request: Asked) -> Response:
         path = self.server.links.follow(request.path_params["token"])
+        if path.name == TRACE:
+            made = await asyncio.to_thread(trace_of, self.server, path.parent.parent.name, path.parent.name)
+            return Response(made, media_type="application/json")
         if path.name == ARCHIVE:
             return Response(await asyncio.to_thread(self._tar, path.parent.name), media_type="application/x-tar")
         if not path.is_file():

@@ -32,6 +32,8 @@ class Datum:
         targets: ``[N]`` int32: position i predicts ``targets[i]``; or ``[N, K]``, several of one distribution, for cross-entropy alone.
         weights: float32 like ``targets``; of any sign, 0 for what is no target. Its log-probability is told all the same.
         advantages, old_logp: ``[N]`` float32, of a sampled datum.
+        in_ratio: ``[N]`` float32, 1 where a position counts in the ratio of the whole sequence (GSPO), else 0; None: all of weight other
+            than 0.
         routes: ``[N, L, X]`` int16, the experts that each token visited when it was sampled, -1 for none; replayed (R3).
     """
 
@@ -40,6 +42,7 @@ class Datum:
     weights: np.ndarray
     advantages: np.ndarray | None = None
     old_logp: np.ndarray | None = None
+    in_ratio: np.ndarray | None = None
     routes: np.ndarray | None = None
 
     @property
@@ -75,7 +78,7 @@ def check(data: Sequence[Datum], cfg: ModelConfig, shapes: "Sequence[BlockShape]
             raise UserError(f"{what} has {n} tokens and targets of shape {datum.targets.shape}; expected [{n}] or [{n}, K]")
         if datum.weights.shape != datum.targets.shape:
             raise UserError(f"{what} has targets of shape {datum.targets.shape} and weights of {datum.weights.shape}; expected the same")
-        for name in ("advantages", "old_logp"):
+        for name in ("advantages", "old_logp", "in_ratio"):
             values = getattr(datum, name)
             if values is not None and (values.shape != (n,) or datum.targets.ndim == 2):
                 raise UserError(f"{what} has {name} of shape {values.shape}; expected [{n}], beside targets of that shape")
@@ -208,6 +211,7 @@ def fill(blocks: Sequence[Block], shape: BlockShape) -> tuple[Batch, list[Place]
     ints = {name: np.zeros((P, B, T), np.int32) for name in ("tokens", "positions", "own", "sequence")}
     target, weights = np.zeros((P, B, T, width), np.int32), np.zeros((P, B, T, width), np.float32)
     floats = {name: np.zeros((P, B, T), np.float32) for name in ("advantages", "old_logp")}
+    in_ratio = np.zeros((P, B, T, width), np.float32)
     routes, places = None, []
     known = next((d.routes for block in blocks for d in block.work.data if d.routes is not None), None)
     if known is not None:
@@ -224,6 +228,7 @@ def fill(blocks: Sequence[Block], shape: BlockShape) -> tuple[Batch, list[Place]
                 ints["own"][at], ints["sequence"][at] = segment, number
                 target[at][:, : datum.width] = datum.targets.reshape(n, -1)
                 weights[at][:, : datum.width] = datum.weights.reshape(n, -1)
+                in_ratio[at][:, : datum.width] = (datum.weights != 0 if datum.in_ratio is None else datum.in_ratio).reshape(n, -1)
                 for name, array in floats.items():
                     if (values := getattr(datum, name)) is not None:
                         array[at] = values
@@ -240,7 +245,7 @@ def fill(blocks: Sequence[Block], shape: BlockShape) -> tuple[Batch, list[Place]
     old = flat(floats["old_logp"])
     numbers = weights.reshape(P, B, -1), flat(floats["advantages"]), old, np.zeros_like(old), flat(sequence), np.zeros((P, 0), np.float32)
     # The first update's log-probabilities are the sampler's, so that every ratio is to the sampler, as the callers' losses are written.
-    loss = Targets(*numbers, first_logp=old)  # type: ignore[arg-type]
+    loss = Targets(*numbers, first_logp=old, in_ratio=in_ratio.reshape(P, B, -1))  # type: ignore[arg-type]
     index = np.broadcast_to(np.arange(T, dtype=np.int32), (P, B, T))
     return Batch(**ints, parent=ints["own"], index=index, target=target[..., 0] if width == 1 else target, loss=loss, routes=routes), places  # type: ignore[arg-type]
 

@@ -87,6 +87,7 @@ class Targets:
         sequence: int32, which sequence of the policy's batch a token is in; pair z is sequences 2z (chosen), 2z + 1.
         pair_weights: ``[Z]``, 0 where there is no pair.
         first_logp: of the trainer before the first update on these tokens; NaN where this is the first, None where it is for all.
+        in_ratio: 1 for tokens that count in their sequence's ratio s, 0 for others, which have s too; None: all of weight other than 0.
     """
 
     weights: jax.Array
@@ -96,6 +97,7 @@ class Targets:
     sequence: jax.Array
     pair_weights: jax.Array
     first_logp: jax.Array | None = None
+    in_ratio: jax.Array | None = None
 
 
 class Tokens(NamedTuple):
@@ -279,7 +281,8 @@ def policy_loss(
     uses_k3 = coefs.kl_kind == KL_KINDS.index("k3")
     advantage = advantages + jnp.where(uses_k1, coefs.kl * jax.lax.stop_gradient(to_ref), 0.0)
 
-    whole = _of_sequences(log_ratio, mask, t.sequence)  # s, with the gradient of each token's own logp
+    counted = mask if t.in_ratio is None else used(t.in_ratio)
+    whole = _of_sequences(log_ratio, counted, t.sequence)  # s, with the gradient of each token's own logp
     keep = jnp.where(is_sampled, inside, True)
     tokens = Tokens(logp_BM, advantage, old_logp, first, ref_logp, ratio, whole, gap, mask, t.sequence, coefs)
     per_token = [_applied(fn, tokens, live & keep & (coefs.kind == i)) for i, fn in enumerate((*map(BUILT_IN.__getitem__, KINDS), *custom))]
@@ -330,9 +333,10 @@ def _applied(fn: LossFn, t: Tokens, applies: jax.Array) -> jax.Array:
 
 
 def _of_sequences(log_ratio: jax.Array, mask: jax.Array, sequence: jax.Array) -> jax.Array:
-    """``exp`` of each sequence's mean log-ratio over its targets, at each of its places ``[B, M]``."""
+    """``exp`` of each sequence's mean log-ratio over its places in the mask, at each of its places ``[B, M]``."""
     many = mask.size  # as many sequences as there are places at most
-    total = ordered.segment_sum(jax.lax.stop_gradient(log_ratio).ravel(), sequence.ravel(), many)
+    counted = jnp.where(mask != 0, jax.lax.stop_gradient(log_ratio), 0.0)
+    total = ordered.segment_sum(counted.ravel(), sequence.ravel(), many)
     count = ordered.segment_sum(mask.ravel(), sequence.ravel(), many)
     mean = (total / jnp.maximum(count, 1.0))[sequence]
     ratio = jnp.exp(jnp.clip(mean, -MAX_LOG_RATIO, MAX_LOG_RATIO))

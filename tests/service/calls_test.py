@@ -34,6 +34,7 @@ def test_data_of_any_shapes_come_back(rows, kind, seed):
     data = []
     for n, width, sampled, routed in rows:
         fields = {"advantages": rng.normal(size=n).astype(np.float32), "old_logp": rng.normal(size=n).astype(np.float32)} if sampled else {}
+        fields |= {"in_ratio": (rng.random(n) < 0.5).astype(np.float32)} if sampled and n % 2 else {}
         data.append(datum(rng, n, width, routed, **fields))
     call = ForwardBackward(data, coefs(kind), bool(seed % 2))
     name, body = calls.encode(call)

@@ -53,7 +53,11 @@ def sampled_inputs(rng, n, loss):
     if loss == "cross_entropy":
         return inputs | {"weights": rng.normal(size=n).astype(np.float32)}
     mask = rng.random(n) < 0.6
-    inputs |= {"logprobs": -4 * rng.random(n).astype(np.float32), "advantages": (rng.normal(size=n) * mask).astype(np.float32)}
+    given = mask
+    if loss == "gspo":  # whose mask says nothing of the advantages
+        given = rng.random(n) < 0.6
+        mask[:2], given[:2] = [False, True][:n], True
+    inputs |= {"logprobs": -4 * rng.random(n).astype(np.float32), "advantages": (rng.normal(size=n) * given).astype(np.float32)}
     return inputs | ({"sequence_ratio_mask": mask.astype(np.float32)} if loss == "gspo" else {})
 
 
@@ -116,7 +120,12 @@ def test_what_the_sdk_encodes_is_read_back_the_same(loss, content_type, rng):
         assert (datum.tokens.dtype, datum.targets.dtype, datum.weights.dtype) == (np.int32, np.int32, np.float32)
         np.testing.assert_array_equal(datum.tokens, t)
         np.testing.assert_array_equal(datum.targets, sent["target_tokens"])
-        np.testing.assert_array_equal(datum.weights, sent.get("weights", sent.get("sequence_ratio_mask", np.ones(t.size))))
+        mask, given = sent.get("sequence_ratio_mask"), sent.get("advantages")
+        assert (datum.in_ratio is None) == (mask is None)
+        if mask is not None:
+            np.testing.assert_array_equal(datum.in_ratio, mask)
+        counts = np.ones(t.size) if mask is None else (mask != 0) | (given != 0)
+        np.testing.assert_array_equal(datum.weights, sent.get("weights", counts))
         for name, told in (("advantages", datum.advantages), ("old_logp", datum.old_logp)):
             if loss == "cross_entropy":
                 assert told is None
@@ -479,11 +488,6 @@ BAD_SAMPLED = {
     "no logprobs": (sampled(), lambda m: m.data[0].loss_fn_inputs.pop("logprobs"), "has no logprobs; ppo needs"),
     "no advantages": (sampled(), lambda m: m.data[0].loss_fn_inputs.pop("advantages"), "has no advantages"),
     "no mask": (sampled(), lambda m: put(m, loss_fn="gspo"), "has no sequence_ratio_mask; gspo needs"),
-    "an advantage outside": (
-        sampled("gspo"),
-        lambda m: put(plain(m, "sequence_ratio_mask"), dense=f32(1, 0, 1)),
-        "position 1 has",
-    ),
     "weights of gspo": (sampled("gspo"), lambda m: put(m.data[0].loss_fn_inputs["weights"], dense=b""), "gspo takes none"),
     "two axes": (sampled(), lambda m: shaped(plain(m, "target_tokens"), 3, 1), r"shape \[3, 1\]; .* ppo takes \[3\]"),
     "sparse advantages": (

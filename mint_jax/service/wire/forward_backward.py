@@ -213,17 +213,14 @@ def _datum(what: str, loss: str, tokens: np.ndarray, sent: Mapping[str, Tensor])
         return Datum(tokens, targets.dense(targets.integers()), weights.dense(weights.floats())), None
     floats = {name: tensor.floats() for name, tensor in sent.items() if name != "target_tokens"}
     weights = floats.get("weights")
-    if loss == "gspo":
-        weights = (floats["sequence_ratio_mask"] != 0).astype(np.float32)
-        if outside := np.flatnonzero((weights == 0) & (floats["advantages"] != 0)).tolist():
-            raise UserError(
-                f"{what}: position {outside[0]} has an advantage and is outside of the sequence_ratio_mask; here gspo adds up positions "
-                "of the mask alone: let the mask have it, or make its advantage 0"
-            )
+    in_ratio = None
+    if loss == "gspo":  # the mask is of the ratio alone: positions outside of it have the ratio, and what advantage they were given
+        in_ratio = (floats["sequence_ratio_mask"] != 0).astype(np.float32)
+        weights = ((in_ratio != 0) | (floats["advantages"] != 0)).astype(np.float32)
     if weights is None:
         weights = np.ones(tokens.size, np.float32)
     sampled = () if loss == "cross_entropy" else (floats["advantages"], floats["logprobs"])
-    return Datum(tokens, targets.integers(), weights, *sampled), None
+    return Datum(tokens, targets.integers(), weights, *sampled, in_ratio=in_ratio), None
 
 
 def encode(trained: Trained, protobuf: bool) -> bytes:

@@ -1,0 +1,137 @@
+"""The official SDK searches sessions, moves them into projects and exports their timelines."""
+
+import json
+import urllib.request
+from typing import Any
+
+import pytest
+import tinker
+from tinker import types
+from tinker.types import session_status_query as queries
+from tinker.types.session_status import ClientSessionFinished, ClientSessionFinishErrored, SessionActive
+
+from tests.service.sites import KEY, site, sites  # noqa: F401 (fixtures)
+
+
+@pytest.fixture(scope="module")
+def made(site) -> dict[str, Any]:  # noqa: F811
+    """Sessions: one that has trained, one that finished, one that goes on."""
+    one = tinker.ServiceClient(base_url=site.url, api_key=KEY, user_metadata={"run": "a", "by": "x"}, display_name="The First Run")
+    trainer = one.create_lora_training_client(site.server.name, 8).result()
+    tokens = types.ModelInput.from_ints([5, 6, 7])
+    data = [types.Datum(model_input=tokens, loss_fn_inputs={"target_tokens": [6, 7, 8], "weights": [1.0] * 3})]  # type: ignore[arg-type]
+    for _ in range(2):
+        trainer.forward_backward(data, "cross_entropy").result()
+        trainer.optim_step(types.AdamParams(learning_rate=0.01)).result()
+    path = trainer.save_weights_for_sampler("one").result().path
+    one.create_sampling_client(path)
+    two = tinker.ServiceClient(
+        base_url=site.url, api_key=KEY, user_metadata={"run": "b", "by": "x"}, project_id="p", display_name="second run"
+    )
+    three = tinker.ServiceClient(base_url=site.url, api_key=KEY, display_name="another")
+    ids = [client.holder.get_session_id() for client in (one, two, three)]
+    told = site.post(f"sessions/{ids[1]}/finish", {"reason": {"type": "errored"}, "detail": "out of money"})
+    assert told.status_code == 200
+    return {"ids": ids, "model": trainer.model_id, "path": path, "rest": one.create_rest_client(), "clients": (one, two, three)}
+
+
+def found(made, **asked) -> list[str]:
+    return [one.session_id for one in page(made, **asked).sessions]
+
+
+def page(made, **asked) -> types.SessionSearchResponse:
+    return made["rest"].search_sessions(types.SessionSearchRequest(**asked)).result()
+
+
+def test_sessions_are_searched(made):
+    one, two, three = made["ids"]
+    assert found(made) == [three, two, one]  # the newest first
+    assert found(made, session_id=two) == [two]
+    assert found(made, session_id="nothing") == []
+    assert found(made, display_name="RUN") == [two, one]
+    assert found(made, display_name="run first") == [one]
+    assert found(made, display_name="another", session_id=one) == [three, one]  # either
+    assert found(made, user_metadata={"by": "x"}) == [two, one]
+    assert found(made, user_metadata={"by": "x", "run": "a"}) == [one]
+    assert found(made, project_ids=["p", "q"]) == [two]
+    assert found(made, owner={"type": "accessible"}) == [three, two, one]
+    assert found(made, owner={"type": "user", "owner_urns": ["default"]}) == [three, two, one]
+    assert found(made, owner={"type": "user", "owner_urns": ["somebody"]}) == []
+    assert found(made, statuses=[queries.ActiveSessionStatusQuery()]) == [three, one]
+    assert found(made, statuses=[queries.ClientFinishedSessionStatusQuery()]) == [two]
+    assert found(made, statuses=[queries.ClientFinishedSessionStatusQuery(reasons=["success"])]) == []
+    both = [queries.FailedSessionStatusQuery(), queries.ClientFinishedSessionStatusQuery(reasons=["errored", "success"])]
+    assert found(made, statuses=both) == [two]
+
+
+def test_a_session_is_told(made, site):  # noqa: F811
+    first, second = page(made, display_name="run").sessions[::-1]
+    assert (first.owner, first.display_name, first.user_metadata) == ("default", "The First Run", {"run": "a", "by": "x"})
+    assert (first.project_id, first.checkpoints_count, first.status) == ("", 1, SessionActive())
+    assert first.checkpoint_storage_bytes == site.server.book.checkpoint_bytes("default")
+    assert (second.project_id, second.checkpoints_count, second.checkpoint_storage_bytes) == ("p", 0, 0)
+    assert second.status == ClientSessionFinished(reason=ClientSessionFinishErrored(), detail="out of money")
+
+
+def test_pages_follow_a_cursor(made):
+    seen, cursor = [], None
+    for _ in range(4):
+        got = page(made, limit=1, cursor=cursor)
+        seen += [one.session_id for one in got.sessions]
+        if (cursor := got.next_cursor) is None:
+            break
+    assert seen == made["ids"][::-1]
+    assert page(made, limit=3).next_cursor is None
+
+
+def test_sessions_are_moved_into_projects(made):
+    rest, (one, _, _) = made["rest"], made["ids"]
+    assert rest.list_training_runs(project_id="moved").result().training_runs == []
+    rest.assign_session_project(one, "moved").result()
+    assert found(made, project_ids=["moved"]) == [one]
+    runs = rest.list_training_runs(project_id="moved").result()
+    assert [run.training_run_id for run in runs.training_runs] == [made["model"]]
+    assert runs.cursor.total_count == 1
+    assert page(made, session_id=one).sessions[0].display_name == "The First Run"  # what else was told stays
+    with pytest.raises(tinker.NotFoundError):
+        rest.assign_session_project("nothing", "moved").result()
+
+
+def test_a_timeline_is_downloaded_without_a_key(made, site):  # noqa: F811
+    site.server.maintain()  # updates are written down
+    url = made["rest"].export_session_trace(made["ids"][0]).result()
+    with urllib.request.urlopen(url) as answer:
+        events = json.load(answer)["traceEvents"]
+    rows = {event["args"]["name"]: event["tid"] for event in events if event["ph"] == "M"}
+    assert {made["model"], f"session {made['ids'][0]}"} < set(rows)
+    mine = [event for event in events if event["tid"] == rows[made["model"]]]
+    life = next(event for event in mine if event["ph"] == "X")
+    updates = [event for event in mine if event["name"] == "update"]
+    assert [event["args"]["number"] for event in updates] == [1, 2]
+    assert all(event["args"]["loss"] > 0 for event in updates)
+    saved = next(event for event in mine if event["name"] == "sampler_weights/one")
+    for event in (*updates, saved):
+        assert life["ts"] <= event["ts"] <= life["ts"] + life["dur"]
+    with pytest.raises(tinker.NotFoundError):
+        made["rest"].export_session_trace("nothing").result()
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ({"limit": 0}, "limit"),
+        ({"limit": 201}, "limit"),
+        ({"statuses": [{"type": "odd"}]}, "statuses.type"),
+        ({"statuses": [{"type": "client_finished", "reasons": ["odd"]}]}, "statuses.reasons"),
+        ({"owner": {"type": "odd"}}, "owner.type"),
+        ({"owner": {"type": "user"}}, "owner.owner_urns"),
+        ({"cursor": {"last_created_at": "yesterday", "last_session_id": "x"}}, "last_created_at"),
+        ({"cursor": {"last_created_at": "2026-01-01T00:00:00", "last_session_id": "x"}}, "last_created_at"),
+        ({"display_name": ""}, "display_name"),
+        ({"project_ids": "p"}, "project_ids"),
+    ],
+)
+def test_what_cannot_be_searched_is_told(site, told, message):  # noqa: F811
+    answer = site.post("sessions/search", told)
+    assert answer.status_code == 400
+    assert message in answer.json()["detail"]
