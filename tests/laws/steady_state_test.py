@@ -18,6 +18,7 @@ from mint_jax.train.blocks import Datum, Work
 from mint_jax.train.config import BlockShape, OptimizerConfig
 from mint_jax.train.live import Live
 from mint_jax.train.trainer import LossConfig, PolicyConfig, Trainer
+from tests.train.live_test import coefs
 
 RANKS = {"a": 3, "b": 3, "c": 1}
 
@@ -108,7 +109,7 @@ def test_sampling_with_routes_and_training_that_replays_them_compile_nothing(tin
         tokens = rng.integers(3, 97, len(routes)).astype(np.int32)
         data = [Datum(tokens, tokens, np.ones(len(tokens), np.float32), routes=routes.astype(np.int16))]
         for backward in (True, False):
-            work = Work("a", data, LossConfig("cross_entropy").coefs(), backward)
+            work = Work("a", data, coefs("cross_entropy"), backward)
             live.step([work])
             assert not work.left
         live.optim({"a": OptimizerConfig(1e-3)})
