@@ -123,6 +123,20 @@ def test_a_prompt_and_its_completion_are_one_text(pair):
         assert completion.strip() in learned[0]
 
 
+@pytest.mark.parametrize("append_eos", [True, False])
+def test_an_end_that_the_tokenizer_writes_is_learned_once(tmp_path, append_eos):
+    """A post-processor with ``</s>`` behind the text."""
+    source = sentence_piece()
+    end = {"SpecialToken": {"id": "</s>", "type_id": 0}}
+    source["post_processor"]["single"].append(end)
+    source["post_processor"]["special_tokens"]["</s>"] = {"id": "</s>", "ids": [2], "tokens": ["</s>"]}
+    mine = Tokenizer(save(tmp_path, source))
+    marked = chat.supervised_row(mine, {"prompt": "two plus", "completion": " two"}, "row", append_eos)
+    assert marked.tokens == AutoTokenizer.from_pretrained(tmp_path)("two plus two").input_ids
+    assert marked.tokens.count(2) == 1
+    assert marked.learn == [False] * (len(marked.tokens) - 2) + [True, append_eos]
+
+
 def test_a_token_that_straddles_prompt_and_reply_belongs_to_the_reply(tmp_path):
     mine = Tokenizer(save(tmp_path, byte_level()))
     [straddling] = mine.encode(" two")
