@@ -112,7 +112,7 @@ def test_a_policy_that_joins_leaves_the_others_as_they_are(model):
     chex.assert_trees_all_close(trainer.adapter("first"), alone.trainer.adapter("first"), rtol=1e-6, atol=1e-9)
     with pytest.raises(mint.UserError, match="'first' is in training already"):
         model.policy("first")
-    with pytest.raises(mint.UserError, match="no rows"):
+    with pytest.raises(mint.UserError, match="is empty: give at least one"):
         first.train_step([])
 
 
