@@ -11,6 +11,7 @@ from mint_jax.errors import UserError
 from mint_jax.models import base as base_lib
 from mint_jax.service import fields
 from mint_jax.service.openai_types import UNSUPPORTED, chat_of, completion_of
+from mint_jax.service.responses import Store, asked_of
 from tests.service.chat_test import TEMPLATE, WEATHER
 
 NAMES = [
@@ -18,10 +19,17 @@ NAMES = [
     *("stop_token_ids", "ignore_eos", "logprobs", "top_logprobs", "echo", "stream", "stream_options", "presence_penalty", "best_of"),
     *("frequency_penalty", "repetition_penalty", "logit_bias", "response_format", "guided_json", "guided_regex", "guided_choice"),
     *("structured_outputs", "prompt_logprobs", "return_token_ids", "tools", "tool_choice", "chat_template_kwargs", "add_special_tokens"),
+    *("input", "instructions", "max_output_tokens", "text", "include", "metadata", "store", "previous_response_id", "parallel_tool_calls"),
     *UNSUPPORTED,
 ]
-KEYS = ["role", "content", "type", "text", "function", "name", "parameters", "json_schema", "schema", "json", "tool_calls", "arguments"]
-WORDS = ["user", "assistant", "text", "function", "json_schema", "required", "auto", "none", "weather", "{}", "[", "\ud800", "\x00", "5"]
+KEYS = [
+    *("role", "content", "type", "text", "function", "name", "parameters", "json_schema", "schema", "json", "tool_calls", "arguments"),
+    *("output", "format"),
+]
+WORDS = [
+    *("user", "assistant", "text", "function", "json_schema", "required", "auto", "none", "weather", "{}", "[", "\ud800", "\x00", "5"),
+    *("function_call", "function_call_output", "message", "input_text"),
+]
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-3, 600) | st.integers() | st.floats() | st.sampled_from(WORDS) | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=3), inner, max_size=3),
@@ -36,10 +44,14 @@ def tokenizer():
     return made
 
 
+def response_of(body, tokenizer, context):
+    return chat_of(asked_of(body, "default", Store()).chat, tokenizer, context)
+
+
 @settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(st.sampled_from([completion_of, chat_of]), st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4))
+@given(st.sampled_from([completion_of, chat_of, response_of]), st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=4))
 def test_any_body_is_read_or_refused(tokenizer, read, change):
-    good = {"model": "m", "prompt": "x", "messages": [{"role": "user", "content": "x"}]}
+    good = {"model": "m", "prompt": "x", "messages": [{"role": "user", "content": "x"}], "input": "x"}
     try:
         body = fields.parse(json.dumps({**good, **change}).encode())
         asked = read(body, tokenizer, 512)
