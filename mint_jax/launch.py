@@ -158,10 +158,11 @@ def main(argv: Sequence[str]) -> None:
 def outline(config: Config, name: str) -> str:
     """What a run is about to do, in a line."""
     words = [f"job {config.job} of {name}"]
-    if "policies" in config:
-        words.append(f"{len(config.policies)} policies")
-    if "steps" in config:
-        words.append(f"{config.steps} steps")
+    if config.job != "bench":  # whose settings of these names are counts, or several of them
+        if "policies" in config:
+            words.append(f"{len(config.policies)} policies")
+        if "steps" in config:
+            words.append(f"{config.steps} steps")
     over = f" over {config.base}" if isinstance(config.get("base"), str) else ""
     return ", ".join(words) + over
 
