@@ -10,6 +10,7 @@ Each start is a process of its own, as a user's: ``cold`` with an empty cache (b
 import asyncio
 import os
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ async def _first(config: Any, url: str, at: Any) -> None:
     await asyncio.gather(token(), step())
 
 
-def _start(config: Any, folder: Path, cache: Path) -> dict[str, float]:
+def _start(name: str, config: Any, folder: Path, cache: Path) -> dict[str, float]:
     began = time.perf_counter()
     options = {"base": config.base, "dtype": config.dtype, "port": 0, **config.server}
     served = Served(config.program, "configs/serve.py", folder, options, {"MINT_JAX_CACHE": str(cache)})
@@ -57,6 +58,7 @@ def _start(config: Any, folder: Path, cache: Path) -> dict[str, float]:
             times = process.cpu_times()
             found[f"{what}_s"] = round(time.perf_counter() - began, 1)
             found[f"{what}_cpu_s"] = round(times.user + times.system + times.children_user + times.children_system, 1)
+            print(f"[serve_start] {name} start: {what} after {found[f'{what}_s']} s", file=sys.stderr, flush=True)
 
         url = served.listening()
         at("listening")
@@ -75,7 +77,7 @@ def run(config: Any, workdir: Path, **_: Any) -> dict[str, Any]:
     cache = workdir / "cache"
     shutil.rmtree(cache, ignore_errors=True)
     try:
-        starts = {name: _start(config, workdir / "server", cache) for name in ("cold", "warm")}
+        starts = {name: _start(name, config, workdir / "server", cache) for name in ("cold", "warm")}
     finally:
         shutil.rmtree(cache, ignore_errors=True)
     return {

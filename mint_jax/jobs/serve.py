@@ -140,7 +140,8 @@ def run(config: Config, workdir: Path) -> dict[str, Any]:
             with contextlib.closing(open_server()) as server:
                 return {"job": "serve", "compiled": server.warm(compiling)}
         web = app.Web(starting, starting, config.host, config.port, started, **tls)
-        web.run()
+        with contextlib.suppress(SystemExit):  # uvicorn's word for a port that cannot be had
+            web.run()
         if not web.started:
             raise UserError(f"port {config.port} of {config.host} cannot be used: choose another --config.port, or 0 for any that is free")
         if opening.acquire(timeout=STOP_S):

@@ -2,6 +2,7 @@
 command goes on."""
 
 import os
+import socket
 import time
 
 import httpx
@@ -101,3 +102,9 @@ def test_a_server_that_compiles_listens_and_ends_at_once(tmp_path):
 def test_settings_that_cannot_be_are_refused_before_anything_is_served(options, message, tmp_path):
     with pytest.raises(UserError, match=message):
         serve.run(load("configs/serve.py:ci", *options), tmp_path)
+
+
+def test_a_port_that_is_taken_is_told_before_the_base_is_loaded(tmp_path, capfd):
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match=r"port \d+ of 127.0.0.1 cannot be used"):
+        serve.run(load("configs/serve.py:ci", f"--config.port={taken.getsockname()[1]}"), tmp_path)
+    assert "loading base" not in capfd.readouterr().err
