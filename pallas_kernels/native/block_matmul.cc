@@ -45,12 +45,11 @@ inline void two(const Four& b, int64_t j, int64_t column, const FourScale& by, V
 #if defined(__AVX512F__)
   // The four bits of a lane name one of sixteen numbers: no mask and no conversion.
   const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(b.q[j] + column)));
+  __m512i both = (__m512i)load_bytes(b.q[j] + column);
   first = multiply_add((Vec)_mm512_permutexvar_ps(both, numbers), by.d, by.m);
   second = multiply_add((Vec)_mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), numbers), by.d, by.m);
 #else
-  typedef uint8_t Byte __attribute__((vector_size(kLanes), aligned(1), may_alias));
-  IVec both = __builtin_convertvector(*reinterpret_cast<const Byte*>(b.q[j] + column), IVec);
+  IVec both = (IVec)load_bytes(b.q[j] + column);
   first = multiply_add(__builtin_convertvector(both & 15, Vec), by.d, by.m);
   second = multiply_add(__builtin_convertvector(both >> 4, Vec), by.d, by.m);
 #endif
@@ -100,8 +99,10 @@ void by_panels(ffi::ThreadPool& pool, const Products<Block>& of, const Work& wor
   of.by_parts(pool, kColumns, [&](const auto& one, int64_t p) { work(one, one.w + p * (of.D / kDepth), p * kColumns); });
 }
 
-template <int R, int V, typename Block>
+template <int R, typename Block>
 void few(ffi::ThreadPool& pool, const Products<Block>& of) {
+  constexpr int fit = columns_beside(R <= 2 ? 2 * R + 2 : R);  // unpacked in registers, two rows of weights and their scales are there too
+  constexpr int V = fit == 3 ? 2 : fit;  // a divisor of a block's columns
   by_panels(pool, of, [&](const auto& one, const Block* b, int64_t first) {
     for (int64_t column = 0; column < kColumns; column += V * kLanes) {
       Vec acc[R][V] = {};
@@ -113,7 +114,7 @@ void few(ffi::ThreadPool& pool, const Products<Block>& of) {
         } else {
           alignas(64) float w[kDepth * V * kLanes];
           unpack<V>(b[n], column, w, V * kLanes);
-          multiply<R, V>(acc, a, of.D, w, V * kLanes, kDepth, 0);
+          multiply(acc, a, of.D, w, V * kLanes, kDepth);
         }
       }
       for (int r = 0; r < R; ++r)
@@ -126,7 +127,7 @@ template <int R>
 void rows_of(const float* a, int64_t D, const float* w, float* out, int64_t F) {
   for (int64_t column = 0; column < kColumns; column += kVectors * kLanes) {
     Vec acc[R][kVectors] = {};
-    multiply<R, kVectors>(acc, a, D, w + column, kColumns, D, 0);
+    multiply(acc, a, D, w + column, kColumns, D);
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < kVectors; ++v) store(out + r * F + column + v * kLanes, acc[r][v]);
   }
@@ -160,14 +161,14 @@ template <typename Block>
 void multiply_all(ffi::ThreadPool& pool, const Products<Block>& of) {
   switch (of.M) {
     case 0: return by_panels(pool, of, [](const auto&, const Block*, int64_t) {});
-    case 1: return few<1, 4>(pool, of);
-    case 2: return few<2, 4>(pool, of);
-    case 3: return few<3, 4>(pool, of);
-    case 4: return few<4, 4>(pool, of);
-    case 5: return few<5, 4>(pool, of);
-    case 6: return few<6, 4>(pool, of);
-    case 7: return few<7, 2>(pool, of);
-    case 8: return few<8, 2>(pool, of);
+    case 1: return few<1>(pool, of);
+    case 2: return few<2>(pool, of);
+    case 3: return few<3>(pool, of);
+    case 4: return few<4>(pool, of);
+    case 5: return few<5>(pool, of);
+    case 6: return few<6>(pool, of);
+    case 7: return few<7>(pool, of);
+    case 8: return few<8>(pool, of);
     default: return many(pool, of);
   }
 }

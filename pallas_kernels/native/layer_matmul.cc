@@ -12,7 +12,7 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-constexpr int kRows = 6, kVectors = 4;  // 24 sums in registers, of a panel that many rows read
+constexpr int kRows = 6, kVectors = 4;  // of a panel that many rows read
 constexpr int kPanel = kVectors * kLanes;
 
 // out[r][...] = a b for R rows and V vectors of columns, or the first `columns` of them.
@@ -21,7 +21,7 @@ void block(const float* a, int64_t stride_a, const B* b, int64_t stride_b, int64
            int64_t ahead) {
   if (columns >= V * kLanes) {
     Vec acc[R][V] = {};
-    multiply<R, V>(acc, a, stride_a, b, stride_b, K, ahead);
+    ahead ? multiply_at_once(acc, a, stride_a, b, stride_b, K, ahead) : multiply(acc, a, stride_a, b, stride_b, K);
     for (int r = 0; r < R; ++r)
       for (int v = 0; v < V; ++v) store(out + r * stride_out + v * kLanes, acc[r][v]);
     return;
@@ -29,7 +29,7 @@ void block(const float* a, int64_t stride_a, const B* b, int64_t stride_b, int64
   int64_t f = 0;
   for (; f + kLanes <= columns; f += kLanes) {
     Vec acc[R][1] = {};
-    multiply<R, 1>(acc, a, stride_a, b + f, stride_b, K, 0);
+    multiply(acc, a, stride_a, b + f, stride_b, K);
     for (int r = 0; r < R; ++r) store(out + r * stride_out + f, acc[r][0]);
   }
   for (; f < columns; ++f)
@@ -40,9 +40,11 @@ void block(const float* a, int64_t stride_a, const B* b, int64_t stride_b, int64
     }
 }
 
-// As few rows as there are registers for: a matrix is read once, panel after panel.
-template <int R, int V, typename B>
+// A matrix is read once, panel after panel, from where it lies. Not a few columns at a time where there are few registers: at strides
+// that are multiples of 2 KB the first cache does not keep a panel for the second pass (AVX2, 8 rows: 3.5 ms where this takes 2.6).
+template <int R, typename B>
 void few(ffi::ThreadPool& pool, const Products<B>& of) {
+  constexpr int V = R > 6 ? 3 : 4;
   constexpr int64_t width = V * kLanes;
   of.by_parts(pool, width, [&](const auto& one, int64_t p) {
     int64_t first = p * width;
@@ -84,19 +86,26 @@ template <typename B>
 void multiply_all(ffi::ThreadPool& pool, const Products<B>& of) {
   switch (of.M) {
     case 0: return of.by_parts(pool, 1024, [](const auto&, int64_t) {});
-    case 1: return few<1, 4>(pool, of);
-    case 2: return few<2, 4>(pool, of);
-    case 3: return few<3, 4>(pool, of);
-    case 4: return few<4, 4>(pool, of);
-    case 5: return few<5, 4>(pool, of);
-    case 6: return few<6, 4>(pool, of);
-    case 7: return few<7, 3>(pool, of);
-    case 8: return few<8, 3>(pool, of);
+    case 1: return few<1>(pool, of);
+    case 2: return few<2>(pool, of);
+    case 3: return few<3>(pool, of);
+    case 4: return few<4>(pool, of);
+    case 5: return few<5>(pool, of);
+    case 6: return few<6>(pool, of);
+    case 7: return few<7>(pool, of);
+    case 8: return few<8>(pool, of);
     default: return many(pool, of);
   }
 }
 
 constexpr int kEntries = 128, kTogether = 24;  // rows of a table that are a task's, and that all rows are multiplied by in turn
+constexpr int kTall = kRegisters > 16 ? 8 : 4;   // rows that read a table together
+
+// Entries of a table, at most 8, whose sums for R rows fit in registers; kTogether is a multiple of it.
+constexpr int entries_beside(int R) {
+  int fit = (kRegisters - 1) / (R + 1);
+  return R == 1 ? 1 : fit >= 8 ? 8 : fit >= 6 ? 6 : fit < 1 ? 1 : fit == 5 ? 4 : fit;
+}
 
 // out[r][e] = a[r] . b[e] for R rows and E entries of a table: lanes along D, added up at the end.
 template <int R, int E, bool kAhead, typename B>
@@ -122,18 +131,19 @@ void dots(const float* a, const B* b, int64_t D, float* out, int64_t stride_out)
     }
 }
 
-template <int R, int E, typename B>
+template <int R, typename B>
 void entries(int64_t count, const float* a, const B* b, int64_t D, float* out, int64_t stride_out, bool ahead) {
+  constexpr int E = entries_beside(R);
   int64_t e = 0;
   for (; e + E <= count; e += E)
     ahead ? dots<R, E, true>(a, b + e * D, D, out + e, stride_out) : dots<R, E, false>(a, b + e * D, D, out + e, stride_out);
   for (; e < count; ++e) dots<R, 1, false>(a, b + e * D, D, out + e, stride_out);
 }
 
-// x times the transpose of tables [F, D], whose rows are contiguous: an unembedding. Of eight rows at a time, each of which reads them.
+// x times the transpose of tables [F, D], whose rows are contiguous: an unembedding. kTall rows at a time read them.
 template <typename B>
 void multiply_all_transposed(ffi::ThreadPool& pool, const Products<B>& of) {
-  int64_t D = of.D, blocks = (of.M + 7) / 8;
+  int64_t D = of.D, blocks = (of.M + kTall - 1) / kTall;
   of.by_parts(pool, kEntries, [&](const auto& one, int64_t p) {
     int64_t F = one.F, f = p * kEntries, count = std::min<int64_t>(kEntries, F - f);
     int64_t step = blocks > 1 ? kTogether : count;  // what several blocks of rows read stays in the first cache
@@ -145,14 +155,14 @@ void multiply_all_transposed(ffi::ThreadPool& pool, const Products<B>& of) {
         float* y = one.out + at * F + f + g;
         bool ahead = i == 0;
         switch (of.M * (i + 1) / blocks - at) {
-          case 1: entries<1, 1>(n, a, b, D, y, F, ahead); break;
-          case 2: entries<2, 8>(n, a, b, D, y, F, ahead); break;
-          case 3: entries<3, 6>(n, a, b, D, y, F, ahead); break;
-          case 4: entries<4, 6>(n, a, b, D, y, F, ahead); break;
-          case 5: entries<5, 4>(n, a, b, D, y, F, ahead); break;
-          case 6: entries<6, 4>(n, a, b, D, y, F, ahead); break;
-          case 7: entries<7, 3>(n, a, b, D, y, F, ahead); break;
-          default: entries<8, 3>(n, a, b, D, y, F, ahead);
+          case 1: entries<1>(n, a, b, D, y, F, ahead); break;
+          case 2: entries<2>(n, a, b, D, y, F, ahead); break;
+          case 3: entries<3>(n, a, b, D, y, F, ahead); break;
+          case 4: entries<4>(n, a, b, D, y, F, ahead); break;
+          case 5: entries<5>(n, a, b, D, y, F, ahead); break;
+          case 6: entries<6>(n, a, b, D, y, F, ahead); break;
+          case 7: entries<7>(n, a, b, D, y, F, ahead); break;
+          default: entries<8>(n, a, b, D, y, F, ahead);
         }
       }
   });

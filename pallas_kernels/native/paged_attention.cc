@@ -26,7 +26,7 @@ void page(const float* q, const float* keys, const float* v, int64_t stride_v, i
   float weights[C * kPage];
   {
     Vec acc[C][kScores] = {};
-    multiply<C, kScores>(acc, q, H, keys, kPage, H, 0);
+    multiply(acc, q, H, keys, kPage, H);
     for (int c = 0; c < C; ++c) {
       for (int i = 0; i < kScores; ++i) store(weights + c * kPage + i * kLanes, acc[c][i] * scale);
       float* w = weights + c * kPage;
@@ -57,7 +57,7 @@ void page(const float* q, const float* keys, const float* v, int64_t stride_v, i
     Vec acc[C][V];
     for (int c = 0; c < C; ++c)
       for (int i = 0; i < V; ++i) acc[c][i] = load(s.value + c * H + h + i * kLanes);
-    multiply<C, V>(acc, weights, kPage, v + h, stride_v, n, 0);
+    multiply(acc, weights, kPage, v + h, stride_v, n);
     for (int c = 0; c < C; ++c)
       for (int i = 0; i < V; ++i) store(s.value + c * H + h + i * kLanes, acc[c][i]);
     h += V * kLanes;

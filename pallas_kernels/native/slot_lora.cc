@@ -11,7 +11,7 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-constexpr int kRows = 6, kVectors = 4, kRanks = 4;
+constexpr int kRows = 6, kVectors = 4;
 constexpr int64_t kTask = 24;  // rows of one slot that a thread takes at once, at most
 
 // h[i * ranks + r] = scale[i] (x[i] . a[r]) for C rows and S ranks.
@@ -37,6 +37,7 @@ void inner(const float* const* x, const float* a, int64_t D, const float* scale,
 
 template <int C>
 void shrink(const float* const* x, const float* a, int64_t D, int64_t ranks, const float* scale, float* h) {
+  constexpr int kRanks = columns_beside(C) == 3 ? 2 : columns_beside(C);  // ranks are mostly powers of two
   int64_t r = 0;
   for (; r + kRanks <= ranks; r += kRanks) inner<C, kRanks>(x, a + r * D, D, scale, h + r, ranks);
   for (; r < ranks; ++r) inner<C, 1>(x, a + r * D, D, scale, h + r, ranks);
@@ -48,7 +49,7 @@ void expand(const float* h, const float* b, int64_t ranks, int64_t F, const floa
   auto wide = [&](auto vectors) {
     constexpr int V = decltype(vectors)::value;
     Vec acc[C][V] = {};
-    multiply<C, V>(acc, h, ranks, b + f, F, ranks, 0);
+    multiply(acc, h, ranks, b + f, F, ranks);
     for (int c = 0; c < C; ++c)
       for (int v = 0; v < V; ++v) store(out[c] + f + v * kLanes, load(onto[c] + f + v * kLanes) + acc[c][v]);
     f += V * kLanes;
