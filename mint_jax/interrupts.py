@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import FrameType
 
 from mint_jax.errors import Interrupted
 
@@ -21,6 +22,9 @@ GRACE_S = 10.0  # from the first signal: a step and its checkpoint may end
 AGAIN_S = 1.0  # from a second one
 
 _standing: list[Callable[[], str]] = []  # say where the program stands; the last one counts
+DISCARDING = ("__del__", "_xla_gc_callback")  # functions whose exceptions Python discards
+
+_repeated: list[int] = []  # signals that this module delivers a second time
 _grace: list[float] = []  # of the blocks that are running, the last one counts
 
 
@@ -34,7 +38,7 @@ def install(leave: Callable[[int, str], None]) -> None:
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     for number in SIGNALS:
-        signal.signal(number, _raise)
+        signal.signal(number, interrupt)
     threading.Thread(target=_watch, args=(reading, leave), name="signals", daemon=True).start()
 
 
@@ -61,8 +65,24 @@ def standing(where: Callable[[], str]) -> None:
     _standing.append(where)
 
 
-def _raise(number: int, frame: object) -> None:
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """A handler that raises ``Interrupted``; where an exception would be discarded, as soon as that is over.
+
+    JAX has a callback of the garbage collector: a Ctrl-C that met it was printed, and forgotten.
+    """
+    while frame is not None:
+        if frame.f_code.co_name in DISCARDING:
+            again = threading.Timer(0.05, _deliver, (number, threading.get_ident()))
+            again.daemon = True
+            again.start()
+            return
+        frame = frame.f_back
     raise Interrupted(signal.Signals(number).name, number)
+
+
+def _deliver(number: int, main: int) -> None:
+    _repeated.append(number)
+    signal.pthread_kill(main, number)
 
 
 def _watch(reading: int, leave: Callable[[int, str], None]) -> None:
@@ -81,7 +101,9 @@ def _next(reading: int) -> int:
     """The next of ``SIGNALS`` that arrives."""
     while True:
         for number in os.read(reading, 64):
-            if number in SIGNALS:
+            if number in _repeated:
+                _repeated.remove(number)
+            elif number in SIGNALS:
                 return number
 
 

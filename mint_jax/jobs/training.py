@@ -11,7 +11,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
+from types import FrameType, MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -172,10 +172,10 @@ class TrainingRun:
             Interrupted: after the checkpoint.
         """
 
-        def note(number: int, frame: object) -> None:
+        def note(number: int, frame: FrameType | None) -> None:
             again, self._signal = bool(self._signal), number
             if again or not (self._updating or multihost.count() > 1):
-                raise Interrupted(signal.Signals(number).name, number)
+                interrupts.interrupt(number, frame)
 
         if threading.current_thread() is not threading.main_thread():
             yield
