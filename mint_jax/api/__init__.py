@@ -25,8 +25,7 @@ from mint_jax import compiling, host, launch
 from mint_jax import mesh as mesh_lib
 from mint_jax.api.evaluation import Evaluation
 from mint_jax.api.inputs import as_seed
-from mint_jax.api.model import Model
-from mint_jax.api.policy import Policy
+from mint_jax.api.model import Model, Policy
 from mint_jax.api.store import Store, Stored, open
 from mint_jax.errors import UserError, choice
 from mint_jax.jobs import settings

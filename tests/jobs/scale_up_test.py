@@ -176,11 +176,11 @@ def test_weights_that_do_not_fit_are_not_compiled(config, tmp_path, monkeypatch)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"topology": "v5e:3x3"}, "topology is 'v5e:3x3'; choose one of: v4:2x2x1, "),
+        ({"topology": "v5e:3x3"}, "topology is 'v5e:3x3'; choose one of: v5e-4, "),
         ({"topology": "smallest", "chip": "v9"}, "chip is 'v9'"),
         ({"mesh.fsdp": 3}, "mesh .* needs 6 devices but 4 are here"),
         ({"mesh.tensor": 1, "mesh.fsdp": 1, "mesh.expert": 1, "mesh.data": -1, "rollout.prompts": 6}, "rollout.prompts is 6 rows"),
-        ({"model.num_key_value_heads": 1, "model.head_dim": 129}, "does not divide dimension 'kv_heads'"),
+        ({"model.intermediate_size": 129}, "does not divide dimension 'ffw'"),
         ({"adapter.targets": ("q", "z")}, "target 'z' is not a projection"),
         ({"quantise": "int4"}, "quantise is 'int4'"),
     ],

@@ -60,7 +60,7 @@ def test_its_numbers_are_those_of_the_checkpoint_beside_it(both):
     assert mine.dtype == full.dtype == jnp.float32
 
 
-FAMILIES = ("llama_bias", "qwen3", "qwen3_moe", "moonlight", "glm_dense")
+FAMILIES = ("llama_bias", "qwen3", *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen3_moe", "moonlight", "glm_dense")))
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -173,6 +173,7 @@ except ValueError as error:
     assert "ended with 3: no such header" in told[0]
 
 
+@pytest.mark.long
 def test_what_was_compiled_is_found_again_and_other_sources_are_not(monkeypatch, tmp_path):
     monkeypatch.setenv("MINT_JAX_CACHE", str(tmp_path))
     asked = []

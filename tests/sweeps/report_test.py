@@ -44,7 +44,7 @@ def swept(tmp_path, monkeypatch, capsys):
             launch.main([f"--config={config}", f"--workdir={tmp_path / 'out'}"])
         except SystemExit as error:
             status = error.code
-        return status, json.loads(capsys.readouterr().out.splitlines()[-1]), tmp_path / "out"
+        return status, json.loads((tmp_path / "out" / "result.json").read_text()), tmp_path / "out"
 
     return run
 
