@@ -367,7 +367,7 @@ def test_two_processes_started_by_the_launcher_learn_what_one_with_two_devices_d
     said = done.stdout + done.stderr
     assert "[launch] 2 processes with 1 devices each: 0 on" in said
     assert (tmp_path / "died").exists()
-    assert said.count("resumed checkpoint") == dies, "a JobSet starts again where the last checkpoint was"
+    assert said.count("resumed at step") == dies, "a JobSet starts again where the last checkpoint was"
     steps, adapter = learned(workdir)
     expected, whole = alone
     assert len(expected) == 2
