@@ -181,7 +181,7 @@ def test_a_signal_ends_each_phase_of_a_job(options, phase, number, tmp_path):
     assert "Traceback" not in "\n".join(run.lines), run.lines
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("number", SIGNALS)
 def test_twenty_interruptions_at_random_moments_lose_nothing(number, tmp_path):
     """The same command again and again: each start goes on where the last one said, and the end is that of a run in one go."""
