@@ -86,7 +86,7 @@ EXTREMES = {
     "odd moments": {"optimizer": OptimizerConfig(b1=0.0, b2=0.5, eps=1e3, warmup_steps=5)},
     "another loss": {"loss": LossConfig("cispo", band_low=0.9, band_high=1.1)},
     "another way to sample": {"sampling": {"temperature": 0.3, "top_k": 5, "top_p": 0.6, "min_p": 0.1, "max_tokens": 3, "seed": 4}},
-    "penalties": {"sampling": {"frequency_penalty": 3e38, "presence_penalty": -2.0, "logit_bias": ((1, -3e38),), "seed": 4}},
+    "penalties": {"sampling": {"frequency_penalty": 1e6, "presence_penalty": -2.0, "logit_bias": ((1, -1e30),), "seed": 4}},
     "nan advantage": {"advantage": np.nan},
     "infinite advantage": {"advantage": np.inf},
     "nan weights": {"weights": lambda factor: factor.fill(np.nan)},

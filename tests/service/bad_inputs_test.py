@@ -236,7 +236,7 @@ ODD = [
     "training_runs/..", "training_runs/%2e%2e%2f%2e%2e", "training_runs/{model}/checkpoints/weights/..%2fkept",
     "training_runs/{model}/checkpoints/weights/kept%00", "training_runs/{model}/checkpoints/nonsense/kept", "training_runs/%22%27;--",
     "training_runs/{model}/checkpoints/weights/none", "training_runs/{model}%20/checkpoints", "sessions/%0a", "sessions/*", "sessions/%25",
-    "training_runs/{model}/checkpoints/weights/kept/archive", "sessions/{session}/trace_export", "nonsense", "%2e%2e/debug/state", "",
+    "training_runs/{model}/checkpoints/weights/kept/archive", "sessions/none/trace_export", "nonsense", "%2e%2e/debug/state", "",
     "files/", "files/x", "files/..%2f..%2fserver.db", "files/" + "A" * 86, "files/%00", "files/" + "é" * 20, "files/e30",
 ]  # fmt: skip
 QUERIES = [
