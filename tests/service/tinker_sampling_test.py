@@ -277,7 +277,7 @@ def test_a_sample_can_be_cancelled(site):
 
 @pytest.mark.parametrize(
     ("told", "message"),
-    [({"temperature": -1.0}, "temperature -1.0"), ({"max_tokens": 0}, "max_tokens is 0"), ({"top_p": 2.0}, "top_p 2.0")],
+    [({"temperature": -1.0}, "temperature is -1.0"), ({"max_tokens": 0}, "max_tokens is 0"), ({"top_p": 2.0}, "top_p is 2.0")],
 )
 def test_a_mistake_is_the_user_s(told, message, bare):
     with pytest.raises(tinker.RequestFailedError, match=message) as failed:
