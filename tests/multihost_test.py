@@ -250,12 +250,13 @@ def test_a_mistake_ends_every_process_with_its_line(tmp_path):
     (tmp_path / "file").write_text("")
     command = ["-m", "mint_jax.launch", f"--config={TINY}", f"--workdir={tmp_path / 'file' / 'work'}"]
     other = [*command, "--config.steps=9"]
-    for commands, says in (([command] * 2, "cannot be written"), ([command, other], "the config of process 1 differs")):
+    cases = ([command] * 2, "error: ", "cannot be written"), ([command, other], "error in process {}: ", "the config of process 1 differs")
+    for commands, begins, says in cases:  # what each sees by itself is reported before they join
         for i, ended in enumerate(together(commands, tmp_path / "processes", 120)):
             assert ended.status == 2
             assert ended.out == ""
             assert "Traceback" not in ended.err
-            assert ended.err.splitlines()[-1].startswith(f"error in process {i}: ")
+            assert ended.err.splitlines()[-1].startswith(begins.format(i))
             assert says in ended.err
 
 
@@ -318,7 +319,7 @@ def test_a_grpo_step_on_two_processes_is_that_of_one_device(tmp_path, monkeypatc
     ended = together([command] * 2, tmp_path / "processes", 300, **environment)
     assert [e.status for e in ended] == [0, 0]
     assert ended[1].out == ""
-    result = json.loads(ended[0].out)
+    result = json.loads((tmp_path / "two" / "result.json").read_text())
 
     made = mesh_lib.make_mesh
     monkeypatch.setattr(mesh_lib, "make_mesh", lambda sizes=None, devices=None: made({}, devices or jax.devices()[:1]))
@@ -358,10 +359,8 @@ def test_grpo_on_two_processes_resumed_is_grpo_on_one(schedule, tmp_path):
         for silent in ended[1:]:
             assert silent.out == ""
             assert "[grpo]" not in silent.err
-        result = json.loads(ended[0].out)
-        kept = json.loads((workdir / "result.json").read_text())
-        assert kept.pop("stamp")["commit"]
-        assert kept == result
+        result = json.loads((workdir / "result.json").read_text())
+        assert result["stamp"]["commit"]
         return {p["name"]: p["revision"] for p in result["policies"]}
 
     run(2, 2, tmp_path / "two")
