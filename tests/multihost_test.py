@@ -248,9 +248,9 @@ def test_two_processes_agree_and_share_arrays(tmp_path):
 @pytest.mark.long
 def test_a_mistake_ends_every_process_with_its_line(tmp_path):
     (tmp_path / "file").write_text("")
-    command = ["-m", "mint_jax.launch", f"--config={TINY}", f"--workdir={tmp_path / 'file' / 'work'}"]
-    other = [*command, "--config.steps=9"]
-    cases = ([command] * 2, "error: ", "cannot be written"), ([command, other], "error in process {}: ", "the config of process 1 differs")
+    bad, good = (["-m", "mint_jax.launch", f"--config={TINY}", f"--workdir={tmp_path / place}"] for place in ("file/work", "work"))
+    other = [*good, "--config.steps=9"]
+    cases = ([bad] * 2, "error: ", "cannot be written"), ([good, other], "error in process {}: ", "the config of process 1 differs")
     for commands, begins, says in cases:  # what each sees by itself is reported before they join
         for i, ended in enumerate(together(commands, tmp_path / "processes", 120)):
             assert ended.status == 2
