@@ -121,8 +121,11 @@ class Programs:
 
 
 def abstract(tree: Any) -> Any:
-    """Shapes and shardings of a tree's arrays, for compiling: the arrays may be donated meanwhile."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+    """Shapes and shardings of a tree's arrays, for compiling: the arrays may be donated meanwhile.
+
+    Arrays that are committed to no device have no sharding here: a call takes them to wherever the others are.
+    """
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding if x.committed else None), tree)
 
 
 class Announcer:

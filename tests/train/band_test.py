@@ -120,7 +120,7 @@ def test_tokens_that_an_indexer_moved_out_of_the_band_have_no_gradient_and_are_c
     assert totals["band"]["loss"] == pytest.approx(np.where(inside, token_loss, 0.0).sum(), **close)
     assert totals["open"]["loss"] == pytest.approx(token_loss.sum(), **close)
     assert totals["band"]["masked_sum"] == (~inside).sum()
-    assert totals["open"]["masked_sum"] == 0
+    assert "masked_sum" not in totals["open"], "it has no band"
     for name in totals:
         assert totals[name]["tokens"] == inside.size
         assert totals[name]["gap_sum"] == pytest.approx(np.abs(np.log(ratio)).sum(), rel=1e-3)
